@@ -1,0 +1,26 @@
+"""Carry a conversation's KV cache from one language model to another."""
+
+from .cache import TranslatedCache
+from .calibration import Calibration, fit_translator
+from .errors import CrossCacheError
+from .evaluation import Evaluation, evaluate_translator
+from .fitter import TranslatorFitter
+from .geometry import CacheGeometry
+from .moments import WeightedMoments
+from .texts import Document
+from .translator import CacheTranslator
+
+__all__ = [
+    "CacheGeometry",
+    "CacheTranslator",
+    "Calibration",
+    "CrossCacheError",
+    "Document",
+    "Evaluation",
+    "TranslatedCache",
+    "TranslatorFitter",
+    "WeightedMoments",
+    "evaluate_translator",
+    "fit_translator",
+]
+__version__ = "0.1.0"

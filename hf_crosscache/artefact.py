@@ -1,0 +1,137 @@
+"""The translator on disk: `translator_config.json` for people and checks, `translator.safetensors` for tensors."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .errors import ArtefactError
+from .identity import ModelIdentity
+from .translator import CacheTranslator, LayerMap, Opening, SourceHead
+
+CONFIG, TENSORS = "translator_config.json", "translator.safetensors"
+_FORMAT = 1
+_ROLES = ("keys", "values")
+
+
+def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
+    """Write a translator; see `CacheTranslator.save_pretrained`."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ArtefactError(f"A translator is saved in torch.bfloat16 or torch.float32, not {dtype}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+    for role in _ROLES:
+        for layer_idx, layer_map in enumerate(getattr(translator, role)):
+            name = f"layers.{layer_idx}.{role}"
+            tensors[f"{name}.weight"] = layer_map.weight.to(dtype)
+            tensors[f"{name}.mean_x"] = layer_map.mean_x
+            tensors[f"{name}.mean_y"] = layer_map.mean_y
+        if role in translator.r2:
+            tensors[f"r2.{role}"] = translator.r2[role]
+    if translator.opening is not None:
+        for layer_idx, pair in enumerate(zip(translator.opening.keys, translator.opening.values, strict=True)):
+            for role, states in zip(_ROLES, pair, strict=True):
+                tensors[f"opening.{layer_idx}.{role}"] = states
+    config = {
+        "format": _FORMAT,
+        "source": translator.source.to_dict(),
+        "target": translator.target.to_dict(),
+        "sink_tokens": translator.sink_tokens,
+        "opening_ids": None if translator.opening is None else list(translator.opening.token_ids),
+        "blocks": {role: [layer_map.blocks for layer_map in getattr(translator, role)] for role in _ROLES},
+        "summary": translator.summary,
+    }
+    save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTranslator:
+    """Read a translator; see `CacheTranslator.from_pretrained`."""
+    folder = Path(name_or_folder)
+    if not folder.is_dir():
+        if isinstance(name_or_folder, Path) or name_or_folder.count("/") > 1 or name_or_folder.startswith("."):
+            raise ArtefactError(f"No translator at {name_or_folder}: the folder does not exist.")
+        folder = Path(snapshot_download(name_or_folder, revision=revision, allow_patterns=[CONFIG, TENSORS]))
+    config, tensors = _read_config(folder / CONFIG), _read_tensors(folder / TENSORS)
+
+    def tensor(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise ArtefactError(f"{folder / TENSORS} lacks the tensor {name!r}: save the translator again.")
+        found = tensors[name]
+        if not torch.isfinite(found).all():
+            raise ArtefactError(f"{folder / TENSORS}: the tensor {name!r} is not finite. Fit and save the translator again.")
+        return found
+
+    target = ModelIdentity.from_dict(config["target"])
+    maps = {
+        role: tuple(
+            LayerMap(
+                tuple(tuple(SourceHead(*block) for block in heads) for heads in blocks),
+                tensor(f"layers.{i}.{role}.weight").float(),
+                tensor(f"layers.{i}.{role}.mean_x"),
+                tensor(f"layers.{i}.{role}.mean_y"),
+            )
+            for i, blocks in enumerate(config["blocks"][role])
+        )
+        for role in _ROLES
+    }
+    opening = None
+    if config["opening_ids"] is not None:
+        states = {
+            role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES
+        }
+        opening = Opening(tuple(config["opening_ids"]), states["keys"], states["values"])
+    return CacheTranslator(
+        source=ModelIdentity.from_dict(config["source"]),
+        target=target,
+        keys=maps["keys"],
+        values=maps["values"],
+        sink_tokens=config["sink_tokens"],
+        opening=opening,
+        r2={role: tensor(f"r2.{role}") for role in _ROLES if f"r2.{role}" in tensors},
+        summary=config["summary"],
+    )
+
+
+def push(translator: CacheTranslator, repo_id: str, *, private: bool, dtype: torch.dtype) -> str:
+    """Upload a translator; see `CacheTranslator.push_to_hub`."""
+    api = HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save(translator, Path(folder), dtype)
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload translator"))
+
+
+def size_mb(folder: str | Path) -> float:
+    """Size of the artefact's two files in megabytes (10^6 bytes)."""
+    return sum((Path(folder) / name).stat().st_size for name in (CONFIG, TENSORS)) / 1e6
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ArtefactError(f"{path} does not exist: is this the folder that save_pretrained wrote?") from error
+    except json.JSONDecodeError as error:
+        raise ArtefactError(f"{path} is not valid JSON ({error}): save the translator again.") from error
+    if config.get("format") != _FORMAT:
+        raise ArtefactError(f"{path} has format {config.get('format')!r}; this release reads format {_FORMAT}.")
+    return config
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError as error:
+        raise ArtefactError(f"{path} does not exist: is this the folder that save_pretrained wrote?") from error
+    except SafetensorError as error:
+        raise ArtefactError(f"{path} is truncated or damaged ({error}): save or download the translator again.") from error

@@ -1,0 +1,283 @@
+"""The drop-in cache: it knows its length at once and translates a layer when the target's attention first asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .compat import prefill
+from .errors import GeometryError, HandOffError
+from .source import SourceStates
+from .translator import CacheTranslator
+
+
+class TranslatedCache(Cache):
+    """A target model's cache of a context that only the source model has read.
+
+    Use it wherever transformers takes a cache:
+
+        source(**context, past_key_values=source_cache)
+        cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=prompt.input_ids)
+        target.generate(**prompt, past_key_values=cache)        # `cache=cache` from transformers 5.24 on
+
+    The first `sink_tokens` positions are the target's own, from a prefill of those few tokens (exact, since attention is causal); the
+    last `recompute_last` positions are left out, so that the target reads those tokens itself. What lies between is translated, layer
+    by layer, on first use, after which the cache behaves as a `DynamicCache` that holds the same tensors.
+
+    Args:
+        source_cache: the source model's cache of the context: a `Cache` that has kept every position, or (keys, values) pairs.
+        translator: fitted for this pair of models; keep it on the device of the source cache (`translator.to(device)`).
+        target_model: computes the first positions. Without it they come from the opening that the translator carries, where the
+            context begins with it.
+        input_ids: `[B, >= T]` token ids of the whole prompt, or of the context at least.
+        sink_tokens: leading positions that are the target's own; None for the translator's.
+        recompute_last: trailing context positions that are left to the target. At least 1 where the prompt ends with the context,
+            since `generate` needs a token to read.
+
+    Raises:
+        GeometryError: the source cache or the target model is not the translator's.
+        IdentityError: the target model has other weights.
+        HandOffError: positions are missing, or the first tokens cannot be had; it says how to mend that.
+    """
+
+    def __init__(
+        self,
+        source_cache: Cache | Iterable[Any],
+        translator: CacheTranslator,
+        *,
+        target_model: PreTrainedModel | None = None,
+        input_ids: torch.Tensor | None = None,
+        sink_tokens: int | None = None,
+        recompute_last: int = 1,
+    ) -> None:
+        if target_model is not None:
+            translator.check(target_model=target_model)
+        num_layers = len(translator.target.geometry)
+        readers: dict[int, set[int]] = {}
+        for layer_idx in range(num_layers):
+            for source_layer in translator.source_layers(layer_idx):
+                readers.setdefault(source_layer, set()).add(layer_idx)
+        source = SourceStates(source_cache, translator.source.geometry, readers)
+        if not 0 <= recompute_last < source.length:
+            raise HandOffError(
+                f"recompute_last = {recompute_last} of a context of {source.length} tokens: 0 to {source.length - 1} expected."
+            )
+        length = source.length - recompute_last
+        _check_ids(input_ids, source)
+        sinks = _sinks(translator, source, target_model, input_ids, sink_tokens, length)
+        self._hand_off = _HandOff(source, translator, sinks, length, target_model)
+        self._prompt_length = None if input_ids is None else input_ids.shape[1]
+        super().__init__(layers=[TranslatedLayer(self._hand_off, layer_idx) for layer_idx in range(num_layers)])
+
+    @property
+    def is_initialized(self) -> bool:
+        """True: the cache holds a context from the start, although its layers are translated later."""
+        return True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
+        layer = self.layers[layer_idx]
+        if layer_idx == 0 and isinstance(layer, TranslatedLayer) and layer.is_pending:
+            self._check_first_step(key_states.shape[-2], kwargs)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
+        for layer in self.layers:
+            yield layer.keys, layer.values, None
+
+    def _check_first_step(self, new_tokens: int, kwargs: dict[str, Any]) -> None:
+        """Refuse a first step that does not continue where the cache ends, which transformers runs without a word."""
+        length = self._hand_off.length
+        given = kwargs.get("kwargs") or kwargs
+        position_ids = given.get("position_ids") if isinstance(given, dict) else None
+        if isinstance(position_ids, torch.Tensor) and position_ids.ndim == 2:
+            misplaced = bool((position_ids[:, 0] != length).any())
+        else:
+            misplaced = new_tokens == self._prompt_length
+        if misplaced:
+            raise HandOffError(
+                f"The target was given {new_tokens} tokens that do not start at position {length}, where the translated context "
+                "ends, so their positions would be wrong. Pass generate the whole prompt (context included) with its attention mask, "
+                "longer than the translated context: recompute_last=1 at least where the prompt ends with the context."
+            )
+
+
+class TranslatedLayer(DynamicLayer):
+    """One layer of a `TranslatedCache`: pending until first used, a `DynamicLayer` from then on."""
+
+    _pending: _HandOff | None = None
+
+    def __init__(self, hand_off: _HandOff, layer_idx: int) -> None:
+        super().__init__()
+        self._pending, self._layer_idx = hand_off, layer_idx
+
+    @property
+    def is_pending(self) -> bool:
+        """True until the layer is translated."""
+        return self._pending is not None
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`[B, H, T, D]` rotated keys; reading them translates a pending layer."""
+        self._translate()
+        return self._keys
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._keys = states
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """`[B, H, T, D]` values; reading them translates a pending layer."""
+        self._translate()
+        return self._values
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._values = states
+
+    def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
+        """Translate on the first update, to the device, dtype and batch that the layer of the model works in."""
+        if self._pending is None:
+            super().lazy_initialization(key_states, *args)
+        else:
+            self._translate(key_states)
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() if self._pending is None else self._pending.length
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        self._translate()
+        super().crop(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Empty the layer; a pending translation is dropped."""
+        self._pending = None
+        self._keys = self._values = None
+        self.is_initialized = False
+
+    def _translate(self, like: torch.Tensor | None = None) -> None:
+        if self._pending is None:
+            return
+        keys, values = self._pending.translate(self._layer_idx, like)
+        self.device = keys.device
+        self._keys, self._values = keys, values
+        self.is_initialized, self._pending = True, None
+
+
+class _HandOff:
+    """What the pending layers of one cache share: the source states, the translator and the target's first positions."""
+
+    def __init__(
+        self,
+        source: SourceStates,
+        translator: CacheTranslator,
+        sinks: list[tuple[torch.Tensor, torch.Tensor]] | None,
+        length: int,
+        target_model: PreTrainedModel | None,
+    ) -> None:
+        self.source, self.translator, self.sinks, self.length = source, translator, sinks, length
+        self.dtype = source.dtype if target_model is None else target_model.dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HandOff:
+        twin = object.__new__(_HandOff)
+        twin.__dict__ = {**self.__dict__, "source": self.source.__deepcopy__(memo)}
+        memo[id(self)] = twin
+        return twin
+
+    @torch.no_grad()
+    def translate(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Build keys and values `[B, H, length, D]` of a target layer: native first positions, translated rest.
+
+        Args:
+            like: `[B', H, q, D]` states of the layer, for the device, dtype and batch to build for; B' a multiple of B.
+        """
+        shape = self.translator.target.geometry.layers[layer_idx]
+        dtype = self.dtype if like is None else like.dtype
+        device = None if like is None else like.device
+        repeats = 1
+        if like is not None:
+            if like.shape[1] != shape.num_key_value_heads or like.shape[3] != shape.head_dim:
+                raise GeometryError(
+                    f"Target layer {layer_idx}: {shape.num_key_value_heads} heads of {shape.head_dim} expected, the model has "
+                    f"{like.shape[1]} of {like.shape[3]}. Pass the target model that the translator was fitted on."
+                )
+            repeats, rest = divmod(like.shape[0], self.source.batch_size)
+            if rest:
+                raise HandOffError(
+                    f"The source cache holds {self.source.batch_size} sequences, the target reads {like.shape[0]}: "
+                    "the same number, or a multiple of it, expected."
+                )
+        first = 0 if self.sinks is None else self.sinks[layer_idx][0].shape[2]
+        pair = []
+        if first < self.length:
+            read = self.translator.source_layers(layer_idx)
+            keys = {layer: self.source.keys(layer)[:, :, first : self.length] for layer in read}
+            values = {layer: self.source.values(layer)[:, :, first : self.length] for layer in read}
+            positions = torch.arange(first, self.length)[None]
+            pair = list(self.translator.translate_layer(layer_idx, keys, values, positions, dtype))
+        for role, native in enumerate(() if self.sinks is None else self.sinks[layer_idx]):
+            if first < self.length:
+                pair[role] = torch.cat([native.to(pair[role].device, dtype), pair[role].to(dtype)], dim=2)
+            else:
+                pair.append(native)
+        for role, states in zip(("keys", "values"), pair, strict=True):
+            if not torch.isfinite(states).all():
+                raise HandOffError(
+                    f"Target layer {layer_idx}: translated {role} are not finite. The source cache holds NaN or infinite states, "
+                    "or the source model overflows in its dtype; prefill the target natively."
+                )
+        self.source.done(layer_idx)
+        pair = [states.to(device or states.device, dtype).repeat_interleave(repeats, dim=0) for states in pair]
+        return pair[0], pair[1]
+
+
+def _check_ids(input_ids: torch.Tensor | None, source: SourceStates) -> None:
+    if input_ids is None:
+        return
+    if input_ids.ndim != 2 or input_ids.shape[0] != source.batch_size or input_ids.shape[1] < source.length:
+        raise HandOffError(
+            f"input_ids of shape [{source.batch_size}, at least {source.length}] expected, since the source cache holds that context; "
+            f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
+        )
+
+
+def _sinks(
+    translator: CacheTranslator,
+    source: SourceStates,
+    target_model: PreTrainedModel | None,
+    input_ids: torch.Tensor | None,
+    sink_tokens: int | None,
+    length: int,
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    """The target's own states of the first positions, per layer `[B, H, s, D]`, or None where there are none."""
+    wanted = min(translator.sink_tokens if sink_tokens is None else sink_tokens, length)
+    if wanted <= 0:
+        return None
+    if target_model is not None and input_ids is not None:
+        cache, _ = prefill(target_model, input_ids[:, :wanted].to(target_model.device))
+        return [(layer.keys, layer.values) for layer in cache.layers]
+    opening = translator.opening
+    mend = "Pass target_model= and input_ids=, so that the target reads them itself."
+    if opening is None:
+        raise HandOffError(
+            f"The first {wanted} positions are never translated, and the translator carries no states for them. {mend}"
+        )
+    if wanted > len(opening.token_ids):
+        raise HandOffError(
+            f"The first {wanted} positions are never translated; the translator carries states for {len(opening.token_ids)}. {mend}"
+        )
+    if input_ids is not None and (input_ids[:, :wanted].cpu() != torch.tensor(opening.token_ids[:wanted])).any():
+        raise HandOffError(
+            f"The context does not begin with the tokens {list(opening.token_ids[:wanted])} that the translator has states for. {mend}"
+        )
+    if input_ids is None:
+        raise HandOffError(f"Whether the context begins as the translator's calibration did cannot be seen without input_ids. {mend}")
+    return [
+        tuple(states[:, :, :wanted].expand(source.batch_size, -1, -1, -1) for states in pair)  # type: ignore[misc]
+        for pair in zip(opening.keys, opening.values, strict=True)
+    ]

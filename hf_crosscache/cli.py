@@ -1,0 +1,218 @@
+"""The `hf-crosscache` command: arguments in, library calls, results out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from . import artefact, demo, report
+from .cache import TranslatedCache
+from .calibration import Calibration, fit_translator
+from .compat import cache_argument, prefill
+from .errors import CrossCacheError
+from .evaluation import evaluate_translator
+from .translator import CacheTranslator
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; errors of the library, and missing models, end it with their message and status 2."""
+    args = _parser().parse_args(argv)
+    try:
+        args.run(args)
+    except (CrossCacheError, OSError) as error:
+        print(f"hf-crosscache: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _fit(args: argparse.Namespace) -> None:
+    source, target = _model(args.source, args), _model(args.target, args)
+    calibration = Calibration(
+        source,
+        target,
+        _tokenizer(args.target),
+        args.texts,
+        source_tokenizer=_tokenizer(args.source),
+        tokens=args.tokens,
+        window=args.window,
+        batch_size=args.batch_size,
+        sink_tokens=args.sink_tokens,
+    )
+    k = {"head": 8, "full": len(calibration.source.geometry)}[args.support] if args.k is None else args.k
+    translator = fit_translator(calibration, support=args.support, k=k, candidates=args.candidates)
+    translator.save_pretrained(args.out, dtype=getattr(torch, args.save_dtype))
+    _print_info(args.out)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    translator, source, target, tokenizer = _load(args)
+    evaluation = evaluate_translator(
+        translator,
+        source,
+        target,
+        tokenizer,
+        args.texts,
+        windows=args.windows,
+        context_tokens=args.context_tokens,
+        continuation_tokens=args.continuation_tokens,
+        recompute_last=args.recompute_last,
+        batch_size=args.batch_size,
+    )
+    print(report.results_table(evaluation))
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if args.csv:
+        report.append_csv(args.csv, evaluation, translator, args.translator, target.device, args.commit)
+    if args.record:
+        translator.with_summary({"evaluation": evaluation.to_dict()}).save_pretrained(args.translator)
+
+
+def _generate(args: argparse.Namespace) -> None:
+    translator, source, target, tokenizer = _load(args)
+    prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
+    inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
+    source_cache, _ = prefill(source, inputs.input_ids.to(source.device))
+    cache = TranslatedCache(
+        source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=args.recompute_last
+    )
+    output = target.generate(
+        **inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, **cache_argument(cache)
+    )
+    print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def _info(args: argparse.Namespace) -> None:
+    _print_info(args.translator)
+
+
+def _demo(args: argparse.Namespace) -> None:
+    demo.run(args.examples)
+
+
+def _print_info(folder: Path) -> None:
+    translator = CacheTranslator.from_pretrained(folder)
+    summary = translator.summary
+    for side in (translator.source, translator.target):
+        layer = side.geometry.layers[0]
+        role = "source" if side is translator.source else "target"
+        print(
+            f"{role}: {side.name} ({side.geometry.model_type}, {len(side.geometry)} layers, "
+            f"{layer.num_key_value_heads} heads of {layer.head_dim})"
+        )
+    print(f"support {summary['support']}, k = {summary['k']}; first {translator.sink_tokens} tokens native")
+    print(f"fitted on {summary['tokens']:,} tokens of {summary['documents']} documents in {summary['fit_seconds']} s")
+    print("held-out R2: " + ", ".join(f"{role} {r2.mean():.3f}" for role, r2 in translator.r2.items()))
+    print(f"size: {artefact.size_mb(folder):.1f} MB")
+    for arm in summary.get("evaluation", {}).get("arms", []):
+        if arm["arm"] == "translated":
+            print(f"context recovered on held-out documents: {arm['context_recovered']:.3f} (n = {arm['n']})")
+
+
+def _load(
+    args: argparse.Namespace,
+) -> tuple[CacheTranslator, PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    translator = CacheTranslator.from_pretrained(args.translator)
+    target_name = args.target or translator.target.name
+    source, target = _model(args.source or translator.source.name, args), _model(target_name, args)
+    tokenizer = _tokenizer(target_name)
+    translator.check(source_model=source, target_model=target, tokenizer=tokenizer)
+    return translator.to(source.device), source, target, tokenizer
+
+
+def _model(name: str, args: argparse.Namespace) -> PreTrainedModel:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = args.dtype or ("bfloat16" if device != "cpu" else "float32")
+    return AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), device_map=device).eval()
+
+
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(name)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-crosscache", description="Carry a KV cache from one language model to another."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, about: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        added.set_defaults(run=run)
+        return added
+
+    fit = command("fit", _fit, "Fit a translator between two models that share a tokenizer.")
+    fit.add_argument("source", help="model that reads the context: a Hub name or a folder")
+    fit.add_argument("target", help="model that goes on from it: a Hub name or a folder")
+    _add_texts(fit)
+    fit.add_argument("--out", type=Path, required=True, help="folder for the translator")
+    fit.add_argument("--support", choices=["head", "full"], default="head")
+    fit.add_argument("--k", type=int, help="source heads a target head reads, or layers; default 8 heads, or all layers")
+    fit.add_argument("--candidates", type=int, help="blocks kept for forward selection; default 1.5 k")
+    fit.add_argument("--tokens", type=int, default=760_000, help="calibration tokens")
+    fit.add_argument("--window", type=int, default=512, help="tokens of one window")
+    fit.add_argument("--batch-size", type=int, default=8, help="windows read at once")
+    fit.add_argument("--sink-tokens", type=int, default=4, help="first positions that stay native")
+    fit.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    _add_placement(fit)
+
+    evaluate = command("eval", _eval, "Measure a translator on documents that its fit has not seen.")
+    _add_translator(evaluate)
+    _add_texts(evaluate)
+    evaluate.add_argument("--windows", type=int, default=256)
+    evaluate.add_argument("--context-tokens", type=int, default=384)
+    evaluate.add_argument("--continuation-tokens", type=int, default=128)
+    evaluate.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target")
+    evaluate.add_argument("--batch-size", type=int, default=8)
+    evaluate.add_argument("--json", type=Path, help="also write the result here")
+    evaluate.add_argument("--csv", type=Path, help="also append a row an arm here")
+    evaluate.add_argument("--commit", default="", help="what the rows say of the code that ran")
+    evaluate.add_argument("--record", action="store_true", help="also record the result in the translator's summary")
+
+    generate = command("generate", _generate, "Let the source read a prompt and the target answer it.")
+    _add_translator(generate)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the prompt itself")
+    prompt.add_argument("--prompt-file", type=Path, help="a text file that holds it")
+    generate.add_argument("--max-new-tokens", type=int, default=64)
+    generate.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
+    generate.add_argument("--recompute-last", type=int, default=16, help="prompt tokens left to the target")
+
+    info = command("info", _info, "Say what a translator is: models, support, size, held-out figures.")
+    info.add_argument("translator", type=Path, help="folder of the translator")
+
+    shown = command("demo", _demo, "Hand a context over between two small trained models, offline.")
+    shown.add_argument(
+        "--examples", type=Path, default=demo.EXAMPLES, help="folder with models/ and text/ of the repository"
+    )
+    return parser
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--texts", type=Path, nargs="+", required=True, help=".txt, or .jsonl with a 'text' field; .gz and .xz too"
+    )
+
+
+def _add_translator(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("translator", type=Path, help="folder of the translator")
+    parser.add_argument("--source", help="the source model, where it is not where it was at the fit")
+    parser.add_argument("--target", help="the target model, likewise")
+    _add_placement(parser)
+
+
+def _add_placement(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cuda, cpu, ...; default cuda where there is one")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default bfloat16, float32 on a CPU")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""The one place that knows how transformers spells things from release to release."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaModel
+
+# `past_key_values` became `cache` in transformers 5.24; the models of one release agree, so one of them is asked.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+def cache_argument(cache: Cache) -> dict[str, Any]:
+    """Name a cache the way `generate` and `forward` of the installed transformers expect it.
+
+    Use as `model.generate(**inputs, **cache_argument(cache))` in code that has to run on several releases.
+    """
+    return {CACHE_ARGUMENT: cache}
+
+
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    position_ids: torch.Tensor | None = None,
+    logits: bool = False,
+) -> tuple[DynamicCache, torch.Tensor | None]:
+    """Run a model over token ids into a fresh cache that keeps every position of every layer.
+
+    A plain `DynamicCache()` is used, because one built from the config drops what leaves a sliding window.
+
+    Args:
+        model: any decoder-only causal language model.
+        input_ids: `[B, T]` token ids.
+        position_ids: `[B, T]`, or None for 0 .. T-1.
+        logits: also return the logits `[B, T, vocab]`; without them the language-model head does not run.
+    """
+    cache = DynamicCache()
+    forward = model if logits else decoder_of(model)
+    positions = {} if position_ids is None else {"position_ids": position_ids.to(input_ids.device)}
+    outputs = forward(input_ids=input_ids, use_cache=True, **positions, **cache_argument(cache))
+    return cache, outputs.logits if logits else None
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the decoder stack below the language-model head: the module that owns the rotary embedding."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    return model.base_model if decoder is None else decoder

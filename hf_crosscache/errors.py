@@ -1,0 +1,29 @@
+"""Errors of the library: each names the layer and the side, what was expected, what came, and how to mend it."""
+
+
+class CrossCacheError(ValueError):
+    """Base of every error that the library raises on purpose."""
+
+
+class UnsupportedModelError(CrossCacheError):
+    """The model has layers or position embeddings that the library would translate wrongly."""
+
+
+class GeometryError(CrossCacheError):
+    """Tensors or models do not have the shapes that a translator was fitted for."""
+
+
+class IdentityError(CrossCacheError):
+    """A translator was given another model or tokenizer than the one it was fitted on."""
+
+
+class CalibrationError(CrossCacheError):
+    """The calibration texts cannot carry a fit: too few, too short, or not finite."""
+
+
+class HandOffError(CrossCacheError):
+    """A translated cache cannot be built, or used, as asked."""
+
+
+class ArtefactError(CrossCacheError):
+    """A saved translator is missing, incomplete or damaged."""

@@ -1,0 +1,333 @@
+"""From paired states to a frozen translator: match heads on held-out score, then solve one ridge regression a target head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from . import ridge
+from .errors import CalibrationError, GeometryError
+from .geometry import CacheGeometry
+from .moments import WeightedMoments
+from .translator import LayerMap, SourceHead
+
+Support = Literal["head", "full"]
+Split = Literal["fit", "validation"]
+_SCREENING_ALPHA = 1e-4
+_CHUNK_ELEMENTS = 1 << 28  # float64 elements of the Gram matrices handled at once: 2 GiB
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What one model caches for some rows: pre-RoPE keys and values, layer by layer, each `[B, H, T, D]`."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PairedStates:
+    """The states of both models on the same tokens; row (b, t) of one belongs to row (b, t) of the other.
+
+    sample_weight: `[B, T]` weight of each row, None for ones.
+    """
+
+    source: LayerStates
+    target: LayerStates
+    sample_weight: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FittedMaps:
+    """What a fit yields for some target layers: the maps, and held-out R2 `[layers, heads]`, of each role."""
+
+    keys: tuple[LayerMap, ...]
+    values: tuple[LayerMap, ...]
+    r2: dict[str, torch.Tensor]
+    alpha: dict[str, float]
+
+
+class TranslatorFitter:
+    """Collects statistics of paired states and solves for the maps of some target layers.
+
+    With support "head" every target head reads its k best source heads, from any layers; with "full" every target head of a layer reads
+    all heads of its k best source layers. Keys are mapped from keys and values from values. Unless k takes in everything, the statistics are
+    gathered in two rounds: `screen` scores every source block alone on held-out rows and keeps the best `candidates` of each target,
+    `update` gathers their joint moments, and `fit` selects k of them by forward selection and solves.
+
+    Memory is that of the moments (`moments_bytes`), whatever the number of rows.
+
+    Args:
+        source, target: geometries of the two models; heads of one model must have one size.
+        support: "head" or "full".
+        k: source heads ("head") or source layers ("full") that a target reads.
+        candidates: how many blocks `screen` keeps for the forward selection; k keeps the k best single blocks and selects nothing.
+        target_layers: the target layers to fit, None for all; a large pair is fitted in passes over them.
+    """
+
+    def __init__(
+        self,
+        source: CacheGeometry,
+        target: CacheGeometry,
+        *,
+        support: Support = "head",
+        k: int = 8,
+        candidates: int | None = None,
+        target_layers: Iterable[int] | None = None,
+    ) -> None:
+        if support not in ("head", "full"):
+            raise GeometryError(f"support is 'head' or 'full', not {support!r}.")
+        _one_head_size(source, "source")
+        _one_head_size(target, "target")
+        self.source, self.target, self.support = source, target, support
+        self.target_layers = tuple(range(len(target)) if target_layers is None else target_layers)
+        available = source.num_heads if support == "head" else len(source)
+        if not 1 <= k <= available:
+            unit = "heads" if support == "head" else "layers"
+            raise GeometryError(f"k = {k} source {unit} asked for; the source has {available}.")
+        self.k = k
+        wanted = (3 * k) // 2 if candidates is None else candidates
+        self.candidates = available if k == available else min(max(wanted, k), available)
+        self._roles = {role: _RoleFitter(self) for role in ("keys", "values")}
+
+    @property
+    def needs_screening(self) -> bool:
+        """True while `screen` has to be called before `update`."""
+        return any(role.candidates is None for role in self._roles.values())
+
+    def screen(self, states: PairedStates, split: Split) -> TranslatorFitter:
+        """Add rows to the statistics that score every source block alone against every target."""
+        for name, role in self._roles.items():
+            role.screen(getattr(states.source, name), getattr(states.target, name), states.sample_weight, split)
+        return self
+
+    def choose_candidates(self) -> TranslatorFitter:
+        """End the screening: keep the best candidates of each target, drop the screening statistics."""
+        for role in self._roles.values():
+            role.choose_candidates()
+        return self
+
+    def update(self, states: PairedStates, split: Split) -> TranslatorFitter:
+        """Add rows to the moments: of whole documents, either all "fit" or all "validation"."""
+        if self.needs_screening:
+            raise CalibrationError("Call screen(...) and choose_candidates() before update(...): not all source blocks are read.")
+        for name, role in self._roles.items():
+            role.update(getattr(states.source, name), getattr(states.target, name), states.sample_weight, split)
+        return self
+
+    def merge(self, other: TranslatorFitter) -> TranslatorFitter:
+        """Add the moments of another fitter with the same candidates, as from another process; exact."""
+        for name, role in self._roles.items():
+            role.merge(other._roles[name])
+        return self
+
+    def fit(self) -> FittedMaps:
+        """Choose the inputs and alpha on the validation moments, and solve on the fit moments.
+
+        Raises:
+            CalibrationError: a split has no rows, or too few for the number of inputs.
+        """
+        solved = {name: role.fit() for name, role in self._roles.items()}
+        return FittedMaps(
+            keys=solved["keys"].maps,
+            values=solved["values"].maps,
+            r2={name: role.r2 for name, role in solved.items()},
+            alpha={name: role.alpha for name, role in solved.items()},
+        )
+
+    def moments_bytes(self) -> dict[str, int]:
+        """Peak bytes of the statistics by round, from the geometry alone: {"screening": ..., "moments": ...}."""
+        source_heads, source_dim = self.source.layers[0].num_key_value_heads, self.source.layers[0].head_dim
+        target_heads, target_dim = self.target.layers[0].num_key_value_heads, self.target.layers[0].head_dim
+        outputs = len(self.target_layers) * target_heads * target_dim
+        width = source_dim if self.support == "head" else source_heads * source_dim
+        units = len(self.source) * (source_heads if self.support == "head" else 1)
+        screening = 0 if self.candidates == units else units * width * (width + outputs)
+        inputs = self.candidates * width
+        if self.candidates == units:
+            moments = inputs * (inputs + outputs)
+        else:
+            groups = len(self.target_layers) * (target_heads if self.support == "head" else 1)
+            moments = groups * inputs * (inputs + outputs // groups)
+        each = 8 * 2 * 2  # float64; fit and validation; keys and values
+        return {"screening": each * screening, "moments": each * moments}
+
+
+@dataclass(frozen=True)
+class _SolvedRole:
+    maps: tuple[LayerMap, ...]
+    r2: torch.Tensor
+    alpha: float
+
+
+@dataclass
+class _RoleFitter:
+    """The statistics of one role, keys or values: U source blocks of one width against G groups of target heads."""
+
+    plan: TranslatorFitter
+    candidates: torch.Tensor | None = None  # [G, c] block indices
+    _screening: dict[str, WeightedMoments] = field(default_factory=dict)
+    _moments: dict[str, list[WeightedMoments]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        heads = range(plan.source.layers[0].num_key_value_heads)
+        layers = range(len(plan.source))
+        if plan.support == "head":
+            self.blocks = [(SourceHead(layer, head),) for layer in layers for head in heads]
+        else:
+            self.blocks = [tuple(SourceHead(layer, head) for head in heads) for layer in layers]
+        self.block_width = len(self.blocks[0]) * plan.source.layers[0].head_dim
+        self.everything = plan.candidates == len(self.blocks)
+        if self.everything:  # every target reads every block: one regression with all the outputs side by side
+            self.candidates = torch.arange(len(self.blocks))[None]
+
+    def screen(self, source: list, target: list, sample_weight: torch.Tensor | None, split: Split) -> None:
+        x, y = self._rows(source), self._target_rows(target)
+        y = y.transpose(0, 1).reshape(1, y.shape[1], -1)
+        if split not in self._screening:
+            self._screening[split] = WeightedMoments.empty_like(x, y)
+        self._screening[split].update(x, y, _flat(sample_weight))
+
+    def choose_candidates(self) -> None:
+        if self.candidates is not None:
+            return
+        fit, validation = _both(self._screening)
+        solution = ridge.solve(fit, _SCREENING_ALPHA)
+        scores = ridge.r2(solution, validation, self._group_width())  # [U, G]
+        self.candidates = scores.topk(self.plan.candidates, dim=0).indices.T.sort(1).values
+        self._screening.clear()
+
+    def update(self, source: list, target: list, sample_weight: torch.Tensor | None, split: Split) -> None:
+        x, y, weight = self._rows(source), self._target_rows(target), _flat(sample_weight)
+        chunks = self._moments.setdefault(split, [])
+        for at, (candidates, outputs) in enumerate(self._chunks(y)):
+            gathered = x[candidates]  # [g, c, N, w]
+            inputs = gathered.transpose(1, 2).flatten(2)
+            if at == len(chunks):
+                chunks.append(WeightedMoments.empty_like(inputs, outputs))
+            chunks[at].update(inputs, outputs, weight)
+
+    def merge(self, other: _RoleFitter) -> None:
+        mine, theirs = self.candidates, other.candidates
+        if mine is None or theirs is None or not torch.equal(mine.cpu(), theirs.cpu()):
+            raise CalibrationError("Fitters with different candidate heads cannot be merged: screen once, then share the choice.")
+        for split, chunks in other._moments.items():
+            if split not in self._moments:
+                self._moments[split] = chunks
+                continue
+            for chunk, more in zip(self._moments[split], chunks, strict=True):
+                chunk.merge(more)
+
+    def fit(self) -> _SolvedRole:
+        fit, validation = _both(self._moments)
+        if self.candidates is None:
+            raise CalibrationError("The fitter was given no states: call update(...) first.")
+        pairs, chosen, start = [], [], 0
+        for fit_chunk, validation_chunk in zip(fit, validation, strict=True):
+            candidates = self.candidates[start : start + len(fit_chunk.sum_x)].to(fit_chunk.sum_x.device)
+            start += len(candidates)
+            if self.plan.k < self.plan.candidates:
+                kept = ridge.greedy_select(fit_chunk, validation_chunk, self.block_width, self.plan.k, _SCREENING_ALPHA)
+                within = torch.arange(self.block_width, device=kept.device)
+                columns = (kept[:, :, None] * self.block_width + within).flatten(1)
+                fit_chunk, validation_chunk = fit_chunk.select_inputs(columns), validation_chunk.select_inputs(columns)
+                candidates = candidates.gather(1, kept)
+            pairs.append((fit_chunk, validation_chunk))
+            chosen.append(candidates.cpu())
+        self._moments.clear()
+        alpha = self._select_alpha(pairs)
+        solutions = [ridge.solve(fit_chunk, alpha) for fit_chunk, _ in pairs]
+        head_dim = self.plan.target.layers[0].head_dim
+        scores = [ridge.r2(s, v, head_dim) for s, (_, v) in zip(solutions, pairs, strict=True)]
+        heads = self.plan.target.layers[0].num_key_value_heads
+        return _SolvedRole(
+            maps=self._layer_maps(solutions, torch.cat(chosen)),
+            r2=torch.cat([s.flatten() for s in scores]).view(-1, heads).float().cpu(),
+            alpha=alpha,
+        )
+
+    def _select_alpha(self, pairs: list[tuple[WeightedMoments, WeightedMoments]]) -> float:
+        head_dim = self.plan.target.layers[0].head_dim
+        best = (-float("inf"), 0.0)
+        for alpha in ridge.ALPHAS:
+            try:
+                scores = torch.cat([ridge.r2(ridge.solve(f, alpha), v, head_dim).flatten() for f, v in pairs])
+            except CalibrationError:
+                continue  # not positive definite at so small an alpha; a larger one follows
+            best = max(best, (scores.mean().item(), alpha))
+        if best[1] == 0.0:
+            raise CalibrationError(
+                f"No alpha up to {ridge.ALPHAS[-1]:g} gives a solvable ridge regression: use more calibration text."
+            )
+        return best[1]
+
+    def _layer_maps(self, solutions: list[ridge.RidgeSolution], chosen: torch.Tensor) -> tuple[LayerMap, ...]:
+        """Lay the solved regressions out by target layer: weight `[H, n, D]`, means `[H or 1, n]` and `[H, D]`."""
+        heads, head_dim = self.plan.target.layers[0].num_key_value_heads, self.plan.target.layers[0].head_dim
+        num_layers = len(self.plan.target_layers)
+        weight = torch.cat([s.weight.float().cpu() for s in solutions])  # [G, n, m]
+        mean_x = torch.cat([s.mean_x.float().cpu() for s in solutions])
+        mean_y = torch.cat([s.mean_y.float().cpu() for s in solutions]).reshape(num_layers, heads, head_dim)
+        width = weight.shape[1]
+        by_head = weight.unflatten(-1, (-1, head_dim)).transpose(1, 2).reshape(num_layers, heads, width, head_dim)
+        named = [tuple(head for block in row for head in self.blocks[block]) for row in chosen.tolist()]
+        per_layer = heads if self.plan.support == "head" and not self.everything else 1
+        maps = []
+        for i in range(num_layers):
+            rows = slice(i * per_layer, (i + 1) * per_layer) if not self.everything else slice(0, 1)
+            maps.append(LayerMap(tuple(named[rows]), by_head[i].contiguous(), mean_x[rows], mean_y[i]))
+        return tuple(maps)
+
+    def _rows(self, states: list) -> torch.Tensor:
+        """Source states as `[U, N, w]` float32, one row of blocks a token."""
+        stacked = torch.stack([layer.float() for layer in states])  # [L, B, H, T, D]
+        if self.plan.support == "head":
+            return stacked.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        return stacked.transpose(2, 3).flatten(1, 2).flatten(2)
+
+    def _target_rows(self, states: list) -> torch.Tensor:
+        """Target states as `[G, N, m]` float32, one row of outputs a token."""
+        stacked = torch.stack([states[layer].float() for layer in self.plan.target_layers])
+        if self.plan.support == "head":
+            return stacked.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        return stacked.transpose(2, 3).flatten(1, 2).flatten(2)
+
+    def _chunks(self, y: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Groups of regressions that are handled together, as (candidates `[g, c]`, outputs `[g, N, m]`)."""
+        if self.candidates is None:
+            raise CalibrationError("No candidates chosen yet.")
+        candidates = self.candidates.to(y.device)
+        if self.everything:
+            yield candidates, y.transpose(0, 1).reshape(1, y.shape[1], -1)
+            return
+        width = candidates.shape[1] * self.block_width
+        size = max(1, min(_CHUNK_ELEMENTS // width**2, _CHUNK_ELEMENTS // (width * y.shape[1])))
+        for start in range(0, len(candidates), size):
+            yield candidates[start : start + size], y[start : start + size]
+
+    def _group_width(self) -> int:
+        layer = self.plan.target.layers[0]
+        return layer.head_dim if self.plan.support == "head" else layer.head_dim * layer.num_key_value_heads
+
+
+def _both(by_split: dict) -> tuple:
+    missing = [split for split in ("fit", "validation") if split not in by_split]
+    if missing:
+        raise CalibrationError(
+            f"The {' and '.join(missing)} split has no rows: give more documents, so that whole ones can be held out."
+        )
+    return by_split["fit"], by_split["validation"]
+
+
+def _flat(sample_weight: torch.Tensor | None) -> torch.Tensor | None:
+    return None if sample_weight is None else sample_weight.flatten().float()
+
+
+def _one_head_size(geometry: CacheGeometry, side: str) -> None:
+    shapes = {(layer.num_key_value_heads, layer.head_dim) for layer in geometry.layers}
+    if len(shapes) > 1:
+        raise GeometryError(f"The {side} has layers of several shapes (heads, head_dim) {sorted(shapes)}; one is supported.")

@@ -1,0 +1,90 @@
+"""Take rotary position embeddings off keys and put them on, with the tables of the model that made them.
+
+A cached key is `k_rot = R(p) k`, where `R(p)` turns the pair `(k[j], k[j + R/2])` by the angle `p * inv_freq[j]` and scales it by the
+model's attention scaling. A translator maps *pre-RoPE* keys, so the rotation of the source comes off first and that of the target goes
+on last. The two must not be folded into one rotation by the difference of the angles: `R_t W R_s^-1` is such a rotation only for W = 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class RotaryTable:
+    """Rotary frequencies of one kind of layer, as read from a model's own rotary module.
+
+    inv_freq: `[R/2]` float32, radians per position; R is the number of rotated dimensions, the first R of a head.
+    attention_scaling: factor that the model multiplies into cos and sin (YaRN and its kin; 1 elsewhere).
+    """
+
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.inv_freq.numel()
+
+    def cos_sin(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tabulate cos and sin at some positions, rounded as a model of some dtype rounds them.
+
+        Args:
+            position_ids: `[B, T]` integer positions.
+            dtype: of the model that rotates, which is that of its cache.
+
+        Returns:
+            Two float32 tensors `[B, T, R/2]`, attention scaling included.
+        """
+        angles = position_ids[..., None].float() * self.inv_freq.to(position_ids.device)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(dtype).float(), sin.to(dtype).float()
+
+    def same_as(self, other: RotaryTable) -> bool:
+        """Tell whether two tables rotate alike."""
+        return (
+            self.inv_freq.shape == other.inv_freq.shape
+            and torch.allclose(self.inv_freq.cpu(), other.inv_freq.cpu(), rtol=1e-6, atol=0)
+            and abs(self.attention_scaling - other.attention_scaling) < 1e-6
+        )
+
+
+def strip_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate cached keys back to position zero.
+
+        a' = (a cos + b sin) / (cos^2 + sin^2),    b' = (b cos - a sin) / (cos^2 + sin^2)
+
+    The division removes the attention scaling, and with it the rounding that leaves cos and sin of a bf16 model off the unit circle.
+
+    Args:
+        key_states: `[B, H, T, D]` keys as cached, any floating dtype.
+        cos, sin: `[B, T, R/2]` float32 with R <= D, from `RotaryTable.cos_sin` at the positions of the keys.
+
+    Returns:
+        Pre-RoPE keys `[B, H, T, D]` in float32.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    norm = cos.square() + sin.square()
+    return _turn(key_states.float(), cos / norm, -sin / norm)
+
+
+def apply_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pre-RoPE keys to their positions, as the model's attention does before it caches them.
+
+        a' = a cos - b sin,    b' = b cos + a sin
+
+    Args:
+        key_states: `[B, H, T, D]` pre-RoPE keys, any floating dtype.
+        cos, sin: `[B, T, R/2]` float32 with R <= D, from `RotaryTable.cos_sin` at the positions to rotate to.
+
+    Returns:
+        Keys `[B, H, T, D]` in float32, ready for one cast to the cache's dtype.
+    """
+    return _turn(key_states.float(), cos[:, None], sin[:, None])
+
+
+def _turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    first, second, rest = states[..., :half], states[..., half : 2 * half], states[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,0 +1,138 @@
+"""Texts: read them from files or iterables, hold whole documents out, cut them into token windows."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from .errors import CalibrationError
+
+SPLITS = ("fit", "validation", "test")
+_OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text, and the work it belongs to where several texts are pieces of one (they are held out together)."""
+
+    text: str
+    work: str | None = None
+
+    @property
+    def split(self) -> str:
+        """Where the document belongs: 80 % "fit", 10 % "validation" (alpha, head selection, R2), 10 % "test" (evaluation).
+
+        A pure function of the content, so that a later evaluation over the same texts never meets a document of the fit.
+        """
+        bucket = int(hashlib.sha256((self.work or self.text).encode()).hexdigest(), 16) % 10
+        return "test" if bucket == 0 else "validation" if bucket == 1 else "fit"
+
+
+def read_documents(texts: str | Path | Iterable[Any]) -> Iterator[Document]:
+    """Read documents from a file, a list of files, an iterable of strings, or rows with a "text" field (a `datasets` dataset).
+
+    Files are plain text, one document each, or JSON lines with a "text" field and optionally "work"; `.gz` and `.xz` are unpacked.
+
+    Raises:
+        CalibrationError: a file does not exist or a row has no text; it says which.
+    """
+    if isinstance(texts, (str, Path)):
+        texts = [Path(texts)]
+    for item in texts:
+        if isinstance(item, Document):
+            yield item
+        elif isinstance(item, Path):
+            yield from _read_file(item)
+        elif isinstance(item, str):
+            yield Document(item)
+        elif hasattr(item, "get") and isinstance(item.get("text"), str):
+            yield Document(item["text"], item.get("work"))
+        else:
+            raise CalibrationError(f"A text is a string, a path, or a row with a 'text' field; {type(item).__name__} found.")
+
+
+def token_windows(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
+    length: int,
+    count: int,
+    seed: int = 0,
+) -> torch.Tensor:
+    """Cut the documents of one split into token windows, each starting the way the tokenizer starts a text.
+
+    Documents are taken in a random order and share the windows evenly, so that a few long works do not make up the whole set; only where
+    that does not fill the count do the longer ones give more. The windows depend on the seed and the texts alone.
+
+    Returns:
+        `[n, length]` token ids on the CPU, n at most `count`.
+
+    Raises:
+        CalibrationError: no document of the split is `length` tokens long.
+    """
+    chosen = [document for document in documents if document.split == split]
+    random.Random(seed).shuffle(chosen)
+    opening = opening_ids(tokenizer)
+    body = length - len(opening)
+    share = -(-count // max(1, len(chosen)))
+    windows: list[list[int]] = []
+    spare: list[list[int]] = []
+    with tqdm(total=count, desc=f"tokenize {split}", unit="window", delay=5) as progress:
+        for document in chosen:
+            if len(windows) >= count:
+                break
+            ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
+            fitting = len(ids) // body
+            spread = [(i * fitting // share) * body for i in range(min(share, fitting))]
+            for start in range(0, fitting * body, body):
+                window = opening + ids[start : start + body]
+                if start in spread:
+                    windows.append(window)
+                    progress.update()
+                elif len(spare) < count:
+                    spare.append(window)
+    windows = (windows + spare)[:count]
+    if not windows:
+        raise CalibrationError(
+            f"None of the {len(chosen)} documents held for {split!r} is {length} tokens long. "
+            "Give more or longer texts, or a smaller window."
+        )
+    return torch.tensor(windows)
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that a tokenizer puts before any text, such as a BOS; [] for many."""
+    with_special = tokenizer("a")["input_ids"]
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    for start in range(len(with_special) - len(plain) + 1):
+        if with_special[start : start + len(plain)] == plain:
+            return with_special[:start]
+    return []
+
+
+def _read_file(path: Path) -> Iterator[Document]:
+    if not path.is_file():
+        raise CalibrationError(f"{path} does not exist: give text files, or JSON lines with a 'text' field.")
+    opener = _OPENERS.get(path.suffix, open)
+    kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
+    with opener(path, "rt", encoding="utf-8") as file:
+        if kind != ".jsonl":
+            yield Document(file.read())
+            return
+        for number, line in enumerate(file, 1):
+            row = json.loads(line)
+            if not isinstance(row.get("text"), str):
+                raise CalibrationError(f"{path}, line {number}: no 'text' field.")
+            yield Document(row["text"], row.get("work"))

@@ -1,0 +1,138 @@
+"""Time a switch of models: the target's own prefill against the translation of the source's cache, as rows of a CSV file.
+
+    python kernels/benchmarks/bench_switch.py SOURCE TARGET TRANSLATOR --texts texts.jsonl.xz
+
+Both times are medians of wall time around a synchronised call: `prefill_ms` of the target's decoder over the context without its language-model
+head, `translate_ms` of building a `TranslatedCache`, native first tokens included, and translating all its layers. In the same run one layer
+is held against a float64 oracle that shares no code with the library; a relative error above the cache dtype's rounding ends the run.
+"""
+
+import argparse
+import csv
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_crosscache import CacheTranslator, TranslatedCache
+from hf_crosscache.compat import prefill
+from hf_crosscache.texts import read_documents
+
+RESULTS = Path(__file__).parent / "results" / "switch.csv"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("source", "target", "translator"):
+        parser.add_argument(name)
+    parser.add_argument("--texts", type=Path, nargs="+", required=True)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", default="", help="what the rows say of the code that ran")
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    place = {"dtype": torch.bfloat16, "device_map": "cuda"} if cuda else {"dtype": torch.float32}
+    source, target = (AutoModelForCausalLM.from_pretrained(n, **place).eval() for n in (args.source, args.target))
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    translator = CacheTranslator.from_pretrained(args.translator, target_model=target, tokenizer=tokenizer)
+    translator = translator.to(source.device)
+    documents = zip(read_documents(args.texts), range(max(args.tokens) // 100 + 1), strict=False)
+    text = "\n".join(document.text for document, _ in documents)
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(target.device)
+
+    rows = []
+    for tokens in args.tokens:
+        prompt = ids[:, :tokens]
+        pairs = [(layer.keys, layer.values) for layer in prefill(source, prompt)[0].layers]
+
+        def translate(prompt=prompt, pairs=pairs):
+            return list(TranslatedCache(pairs, translator, target_model=target, input_ids=prompt))
+
+        error = relative_error(translate(), pairs, translator, layer_idx=len(target.model.layers) // 2)
+        if error > (5e-3 if cuda else 1e-5):
+            raise SystemExit(f"{tokens} tokens: translated layer is {error:.2g} from the float64 oracle")
+        native_ms = median_ms(lambda prompt=prompt: prefill(target, prompt), args.repeats)
+        translate_ms = median_ms(translate, args.repeats)
+        row = {
+            "source": Path(args.source).name,
+            "target": Path(args.target).name,
+            "support": translator.summary["support"],
+            "k": translator.summary["k"],
+            "context_tokens": prompt.shape[1],
+            "prefill_ms": round(native_ms, 2),
+            "translate_ms": round(translate_ms, 2),
+            "times_faster": round(native_ms / translate_ms, 1),
+            "relative_error": f"{error:.2g}",
+            "device": torch.cuda.get_device_name() if cuda else "cpu",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "commit": args.commit,
+        }
+        print(row, flush=True)
+        rows.append(row)
+    is_new = not args.csv.exists()
+    with args.csv.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def median_ms(run, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(1000 * (time.perf_counter() - start))
+    return sorted(times[3:])[repeats // 2]
+
+
+def relative_error(layers: list, pairs: list, translator: CacheTranslator, layer_idx: int) -> float:
+    """Hold one translated layer against the same affine maps in float64, with complex numbers for the rotations."""
+    skip = translator.sink_tokens
+    worst = 0.0
+    for role, layer_map in enumerate((translator.keys[layer_idx], translator.values[layer_idx])):
+        found = layers[layer_idx][role]
+        length, dtype = found.shape[2], found.dtype
+        turn_on = turn(translator.target.geometry.rotary[layer_idx], length, dtype, found.device)
+        for head in range(found.shape[1]):
+            read = layer_map.blocks[head if len(layer_map.blocks) > 1 else 0]
+            parts = []
+            for layer, source_head in read:
+                states = pairs[layer][role][:, source_head, :length].double()
+                if role == 0:
+                    turn_off = turn(translator.source.geometry.rotary[layer], length, dtype, found.device)
+                    states = as_real(as_complex(states) / turn_off)
+                parts.append(states)
+            x = torch.cat(parts, dim=-1) - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
+            y = x @ layer_map.weight[head].double() + layer_map.mean_y[head].double()
+            y = as_real(as_complex(y) * turn_on) if role == 0 else y
+            got, want = found[:, head, skip:].double(), y[:, skip:]
+            worst = max(worst, ((got - want).norm() / want.norm()).item())
+    return worst
+
+
+def turn(table, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    angles = torch.arange(length, device=device)[:, None].float() * table.inv_freq.to(device)
+    scale = table.attention_scaling
+    return torch.complex(*((f(angles) * scale).to(dtype).double() for f in (torch.cos, torch.sin)))
+
+
+def as_complex(states: torch.Tensor) -> torch.Tensor:
+    return torch.complex(*states.chunk(2, dim=-1))
+
+
+def as_real(states: torch.Tensor) -> torch.Tensor:
+    return torch.cat((states.real, states.imag), dim=-1)
+
+
+if __name__ == "__main__":
+    main()
