@@ -17,7 +17,8 @@ from .translator import LayerMap, SourceHead
 Support = Literal["head", "full"]
 Split = Literal["fit", "validation"]
 _SCREENING_ALPHA = 1e-4
-_CHUNK_ELEMENTS = 1 << 28  # float64 elements of the Gram matrices handled at once: 2 GiB
+_CHUNK_ELEMENTS = 1 << 28  # elements of the Gram matrices, or of the gathered inputs, that are handled at once: 1 or 2 GiB
+_ROWS_EXPECTED = 4096  # rows of one batch, for sizing alone
 
 
 @dataclass(frozen=True)
@@ -305,7 +306,7 @@ class _RoleFitter:
             yield candidates, y.transpose(0, 1).reshape(1, y.shape[1], -1)
             return
         width = candidates.shape[1] * self.block_width
-        size = max(1, min(_CHUNK_ELEMENTS // width**2, _CHUNK_ELEMENTS // (width * y.shape[1])))
+        size = max(1, _CHUNK_ELEMENTS // (width * max(width, _ROWS_EXPECTED)))  # the same for every batch
         for start in range(0, len(candidates), size):
             yield candidates[start : start + size], y[start : start + size]
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from .errors import CalibrationError
 
 SPLITS = ("fit", "validation", "test")
+_DOCUMENTS_AT_ONCE = 64
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -73,8 +74,8 @@ def token_windows(
 ) -> torch.Tensor:
     """Cut the documents of one split into token windows, each starting the way the tokenizer starts a text.
 
-    Documents are taken in a random order and share the windows evenly, so that a few long works do not make up the whole set; only where
-    that does not fill the count do the longer ones give more. The windows depend on the seed and the texts alone.
+    Documents are taken in a random order and share the windows evenly, from random places, so that a few long works do not make up the
+    whole set; only where that does not fill the count do the longer ones give more. The windows depend on the seed and the texts alone.
 
     Returns:
         `[n, length]` token ids on the CPU, n at most `count`.
@@ -83,26 +84,24 @@ def token_windows(
         CalibrationError: no document of the split is `length` tokens long.
     """
     chosen = [document for document in documents if document.split == split]
-    random.Random(seed).shuffle(chosen)
+    rng = random.Random(seed)
+    rng.shuffle(chosen)
     opening = opening_ids(tokenizer)
     body = length - len(opening)
     share = -(-count // max(1, len(chosen)))
     windows: list[list[int]] = []
     spare: list[list[int]] = []
     with tqdm(total=count, desc=f"tokenize {split}", unit="window", delay=5) as progress:
-        for document in chosen:
+        for start in range(0, len(chosen), _DOCUMENTS_AT_ONCE):
             if len(windows) >= count:
                 break
-            ids = tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-            fitting = len(ids) // body
-            spread = [(i * fitting // share) * body for i in range(min(share, fitting))]
-            for start in range(0, fitting * body, body):
-                window = opening + ids[start : start + body]
-                if start in spread:
-                    windows.append(window)
-                    progress.update()
-                elif len(spare) < count:
-                    spare.append(window)
+            texts = [document.text for document in chosen[start : start + _DOCUMENTS_AT_ONCE]]
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                cut = [opening + ids[at : at + body] for at in range(0, len(ids) - body + 1, body)]
+                rng.shuffle(cut)
+                windows += cut[:share]
+                spare += cut[share : share + max(0, count - len(spare))]
+                progress.update(len(cut[:share]))
     windows = (windows + spare)[:count]
     if not windows:
         raise CalibrationError(
