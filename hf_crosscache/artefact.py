@@ -48,7 +48,7 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
         "blocks": {role: [layer_map.blocks for layer_map in getattr(translator, role)] for role in _ROLES},
         "summary": translator.summary,
     }
-    save_file({k: v.detach().contiguous().cpu() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
+    save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return folder
 
