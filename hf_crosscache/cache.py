@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from .compat import prefill
 from .errors import GeometryError, HandOffError
+from .rope import Rotations
 from .source import SourceStates
 from .translator import CacheTranslator
 
@@ -182,6 +183,8 @@ class _HandOff:
     ) -> None:
         self.source, self.translator, self.sinks, self.length = source, translator, sinks, length
         self.dtype = source.dtype if target_model is None else target_model.dtype
+        self.first = 0 if sinks is None else sinks[0][0].shape[2]
+        self.rotations = Rotations(torch.arange(self.first, length)[None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _HandOff:
         twin = object.__new__(_HandOff)
@@ -212,28 +215,36 @@ class _HandOff:
                     f"The source cache holds {self.source.batch_size} sequences, the target reads {like.shape[0]}: "
                     "the same number, or a multiple of it, expected."
                 )
-        first = 0 if self.sinks is None else self.sinks[layer_idx][0].shape[2]
+        translated = self._translate_rest(layer_idx, dtype)
         pair = []
-        if first < self.length:
-            read = self.translator.source_layers(layer_idx)
-            keys = {layer: self.source.keys(layer)[:, :, first : self.length] for layer in read}
-            values = {layer: self.source.values(layer)[:, :, first : self.length] for layer in read}
-            positions = torch.arange(first, self.length)[None]
-            pair = list(self.translator.translate_layer(layer_idx, keys, values, positions, dtype))
-        for role, native in enumerate(() if self.sinks is None else self.sinks[layer_idx]):
-            if first < self.length:
-                pair[role] = torch.cat([native.to(pair[role].device, dtype), pair[role].to(dtype)], dim=2)
-            else:
-                pair.append(native)
-        for role, states in zip(("keys", "values"), pair, strict=True):
-            if not torch.isfinite(states).all():
+        for role, name in enumerate(("keys", "values")):
+            on = self.source.device if device is None else device
+            states = torch.empty(
+                (self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim), dtype=dtype, device=on
+            )
+            if self.sinks is not None:
+                states[:, :, : self.first] = self.sinks[layer_idx][role]
+            if translated is not None:
+                states[:, :, self.first :] = translated[role]
+            if not states.sum(dtype=torch.float32).isfinite():
                 raise HandOffError(
-                    f"Target layer {layer_idx}: translated {role} are not finite. The source cache holds NaN or infinite states, "
-                    "or the source model overflows in its dtype; prefill the target natively."
+                    f"Target layer {layer_idx}: translated {name} are not finite. The source cache holds NaN or infinite states, "
+                    "or a model overflows in its dtype; prefill the target natively."
                 )
+            pair.append(states if repeats == 1 else states.repeat_interleave(repeats, dim=0))
         self.source.done(layer_idx)
-        pair = [states.to(device or states.device, dtype).repeat_interleave(repeats, dim=0) for states in pair]
         return pair[0], pair[1]
+
+    def _translate_rest(self, layer_idx: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Translate the positions after the native ones, None where there are none."""
+        if self.first == self.length:
+            return None
+        read = self.translator.source_layers(layer_idx)
+        keys = {layer: self.source.keys(layer)[:, :, self.first : self.length] for layer in read}
+        values = {layer: self.source.values(layer)[:, :, self.first : self.length] for layer in read}
+        on = next(iter(values.values())).device
+        cos, sin = self.rotations(self.translator.target.geometry.rotary[layer_idx], dtype, on)
+        return self.translator.translate_layer(layer_idx, keys, values, cos, sin)
 
 
 def _check_ids(input_ids: torch.Tensor | None, source: SourceStates) -> None:

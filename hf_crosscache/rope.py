@@ -50,6 +50,27 @@ class RotaryTable:
         )
 
 
+class Rotations:
+    """cos and sin at one set of positions, tabulated once for each rotary table, dtype and device that asks.
+
+    Args:
+        position_ids: `[B, T]` integer positions.
+    """
+
+    def __init__(self, position_ids: torch.Tensor) -> None:
+        self._position_ids = position_ids
+        self._known: dict[tuple[RotaryTable, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(
+        self, table: RotaryTable, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin as `RotaryTable.cos_sin` does."""
+        key = (table, dtype, device)
+        if key not in self._known:
+            self._known[key] = table.cos_sin(self._position_ids.to(device), dtype)
+        return self._known[key]
+
+
 def strip_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate cached keys back to position zero.
 

@@ -10,7 +10,7 @@ from transformers import Cache
 
 from .errors import GeometryError, HandOffError
 from .geometry import CacheGeometry
-from .rope import strip_rope
+from .rope import Rotations, strip_rope
 
 
 class SourceStates:
@@ -48,6 +48,7 @@ class SourceStates:
         self._readers = {layer: set(targets) for layer, targets in readers.items()}
         self._states = {layer: layers[layer] for layer in readers}
         self._stripped: dict[int, torch.Tensor] = {}
+        self._rotations = Rotations(torch.arange(self.length)[None])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SourceStates:
         """Share the tensors, which are never written to; count the readers anew."""
@@ -67,8 +68,7 @@ class SourceStates:
         """Pre-RoPE keys of a source layer, `[B, H, T, D]` float32."""
         if layer_idx not in self._stripped:
             key_states = self._states[layer_idx][0]
-            positions = torch.arange(self.length, device=key_states.device)[None]
-            cos, sin = self._geometry.rotary[layer_idx].cos_sin(positions, key_states.dtype)
+            cos, sin = self._rotations(self._geometry.rotary[layer_idx], key_states.dtype, key_states.device)
             self._stripped[layer_idx] = strip_rope(key_states, cos, sin)
         return self._stripped[layer_idx]
 

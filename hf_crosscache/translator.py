@@ -99,16 +99,15 @@ class CacheTranslator:
         layer_idx: int,
         source_keys: dict[int, torch.Tensor],
         source_values: dict[int, torch.Tensor],
-        position_ids: torch.Tensor,
-        dtype: torch.dtype,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Translate some positions for one target layer.
 
         Args:
             layer_idx: the target layer.
             source_keys, source_values: source layer -> `[B, H_src, T, D_src]` pre-RoPE keys, and values, at the same positions.
-            position_ids: `[B or 1, T]` positions at which the target will see them.
-            dtype: of the target's cache, in which the target rounds its cos and sin.
+            cos, sin: `[B or 1, T, R/2]` of the target layer's rotary table, at the positions where the target will see them.
 
         Returns:
             Keys, rotated to their positions, and values: `[B, H, T, D]` float32, on the device of the source states.
@@ -123,7 +122,6 @@ class CacheTranslator:
                 device=like.device,
             )
             mapped.append(layer_map.to(like.device)(states, out))
-        cos, sin = self.target.geometry.rotary[layer_idx].cos_sin(position_ids.to(like.device), dtype)
         return apply_rope(mapped[0], cos, sin), mapped[1]
 
     def to(self, device: torch.device | str) -> CacheTranslator:

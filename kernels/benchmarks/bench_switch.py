@@ -44,22 +44,33 @@ def main() -> None:
     text = "\n".join(document.text for document, _ in documents)
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(target.device)
 
-    rows = []
-    for tokens in args.tokens:
+    rows = list(measure(source, target, translator, ids, args.tokens, args.repeats, args.commit))
+    is_new = not args.csv.exists()
+    with args.csv.open("a", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def measure(source, target, translator: CacheTranslator, ids: torch.Tensor, lengths: list[int], repeats: int, commit: str):
+    """Yield a row a context length, each after its correctness check."""
+    cuda = ids.device.type == "cuda"
+    for tokens in lengths:
         prompt = ids[:, :tokens]
         pairs = [(layer.keys, layer.values) for layer in prefill(source, prompt)[0].layers]
 
         def translate(prompt=prompt, pairs=pairs):
             return list(TranslatedCache(pairs, translator, target_model=target, input_ids=prompt))
 
-        error = relative_error(translate(), pairs, translator, layer_idx=len(target.model.layers) // 2)
+        error = relative_error(translate(), pairs, translator, layer_idx=len(translator.target.geometry) // 2)
         if error > (5e-3 if cuda else 1e-5):
             raise SystemExit(f"{tokens} tokens: translated layer is {error:.2g} from the float64 oracle")
-        native_ms = median_ms(lambda prompt=prompt: prefill(target, prompt), args.repeats)
-        translate_ms = median_ms(translate, args.repeats)
+        native_ms = median_ms(lambda prompt=prompt: prefill(target, prompt), repeats)
+        translate_ms = median_ms(translate, repeats)
         row = {
-            "source": Path(args.source).name,
-            "target": Path(args.target).name,
+            "source": Path(translator.source.name).name,
+            "target": Path(translator.target.name).name,
             "support": translator.summary["support"],
             "k": translator.summary["k"],
             "context_tokens": prompt.shape[1],
@@ -70,16 +81,10 @@ def main() -> None:
             "device": torch.cuda.get_device_name() if cuda else "cpu",
             "torch": torch.__version__,
             "transformers": transformers.__version__,
-            "commit": args.commit,
+            "commit": commit,
         }
         print(row, flush=True)
-        rows.append(row)
-    is_new = not args.csv.exists()
-    with args.csv.open("a", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+        yield row
 
 
 def median_ms(run, repeats: int) -> float:

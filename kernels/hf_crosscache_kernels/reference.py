@@ -33,7 +33,7 @@ def map_heads_reference(
     length = out.shape[2]
     for start in range(0, length, _ROWS_AT_ONCE):
         rows = slice(start, min(start + _ROWS_AT_ONCE, length))
-        gathered = [torch.cat([states[l][:, g, rows].float() for l, g in heads], dim=-1) for heads in blocks]
+        gathered = [torch.cat([states[l][:, g, rows] for l, g in heads], dim=-1).float() for heads in blocks]
         if len(gathered) == 1 and weight.shape[0] > 1:
             joined = weight.permute(1, 0, 2).flatten(1)
             mapped = (gathered[0] @ joined).unflatten(-1, (weight.shape[0], weight.shape[2])).transpose(1, 2)
