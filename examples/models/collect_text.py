@@ -32,7 +32,7 @@ PACKAGES = {
     "man": "manpages",
     "man_dev": "manpages-dev",
 }
-SLICE_SOURCES = ("python", "postgresql", "apache")
+SLICE_SOURCES = ("python", "postgresql", "apache", "django")
 SHORTEST, LONGEST = 1_200, 60_000
 
 
@@ -147,14 +147,14 @@ def collect() -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--slice", type=int, help="only so many characters, of held-out works, at most 8,000 of each")
+    parser.add_argument("--slice", type=int, help="only so many characters, of held-out works, at most 20,000 of each")
     args = parser.parse_args()
     rows = collect()
     if args.slice:
         chosen, total = [], 0
         for row in rows:
             if row["source"] in SLICE_SOURCES and is_held_out(row["work"]) and len(row["text"]) >= 2_000:
-                chosen.append({**row, "text": row["text"][:8_000]})
+                chosen.append({**row, "text": row["text"][:20_000]})
                 total += len(chosen[-1]["text"])
                 if total >= args.slice:
                     break

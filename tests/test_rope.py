@@ -1,0 +1,73 @@
+"""RoPE comes off and goes on exactly, for every table the library reads."""
+
+import pytest
+import torch
+from builders import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_crosscache import CacheGeometry
+from hf_crosscache.rope import Rotations, RotaryTable, apply_rope, strip_rope
+
+
+def table(dim, scaling=1.0, base=10000.0):
+    return RotaryTable(base ** (-torch.arange(0, dim, 2).float() / dim), scaling)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.sampled_from([8, 64, 128]), st.sampled_from([1.0, 0.5]),
+    st.sampled_from([1.0, 1.3466]), st.integers(0, 30000)
+)  # fmt: skip
+def test_strip_undoes_apply(batch, heads, length, dim, rotated, scaling, start):
+    rotary = table(int(dim * rotated), scaling)
+    keys = torch.randn(batch, heads, length, dim)
+    positions = start + torch.arange(length)[None]
+    cos, sin = rotary.cos_sin(positions, torch.float32)
+    torch.testing.assert_close(strip_rope(apply_rope(keys, cos, sin), cos, sin), keys, rtol=1e-5, atol=1e-5)
+
+
+def test_rounded_tables_are_undone_too():
+    cos, sin = table(64).cos_sin(torch.tensor([[5, 999, 20000]]), torch.bfloat16)
+    keys = torch.randn(1, 2, 3, 64)
+    torch.testing.assert_close(strip_rope(apply_rope(keys, cos, sin), cos, sin), keys, rtol=1e-5, atol=1e-5)
+
+
+def test_dimensions_beyond_the_rotary_ones_pass():
+    cos, sin = table(16).cos_sin(torch.tensor([[3]]), torch.float32)
+    keys = torch.randn(1, 1, 1, 64)
+    assert torch.equal(apply_rope(keys, cos, sin)[..., 16:], keys[..., 16:])
+
+
+def test_one_rotation_by_the_difference_is_wrong_for_a_map():
+    source, target, positions = table(8), table(8, base=500.0), torch.tensor([[37]])
+    weight = torch.randn(8, 8)
+    keys = torch.randn(1, 1, 1, 8)
+    on, off = target.cos_sin(positions, torch.float32), source.cos_sin(positions, torch.float32)
+    right = apply_rope(strip_rope(keys, *off) @ weight, *on)
+    folded = apply_rope(strip_rope(keys @ weight, *off), *on)
+    assert (right - folded).norm() > 0.1 * right.norm()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_yarn", "llama3", "llama_linear", "qwen2", "qwen3", "mistral"])
+def test_tables_are_those_of_the_model(family):
+    model = tiny_model(family)
+    rotary = CacheGeometry.from_model(model).rotary[0]
+    positions = torch.tensor([[0, 1, 60, 127, 128, 500]])
+    cos, sin = model.model.rotary_emb(torch.empty(1), positions)
+    mine = rotary.cos_sin(positions, torch.float32)
+    half = rotary.rotary_dim // 2
+    torch.testing.assert_close(mine[0], cos[..., :half], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine[1], sin[..., :half], rtol=1e-5, atol=1e-5)
+
+
+def test_attention_scaling_is_divided_out():
+    model = tiny_model("llama_yarn")
+    assert CacheGeometry.from_model(model).rotary[0].attention_scaling > 1.1
+
+
+def test_rotations_are_tabulated_once():
+    rotations, rotary = Rotations(torch.arange(4)[None]), table(8)
+    first = rotations(rotary, torch.float32, torch.device("cpu"))
+    assert rotations(rotary, torch.float32, torch.device("cpu")) is first
+    assert rotations(rotary, torch.bfloat16, torch.device("cpu")) is not first

@@ -1,0 +1,158 @@
+"""The frozen translator: what it computes, what it saves, and whom it refuses."""
+
+import json
+
+import pytest
+import torch
+from builders import identity_translator, random_ids, tiny_model
+
+from hf_crosscache import CacheTranslator
+from hf_crosscache.compat import prefill
+from hf_crosscache.errors import ArtefactError, CrossCacheError, GeometryError, IdentityError
+from hf_crosscache.rope import Rotations, apply_rope, strip_rope
+from hf_crosscache.translator import LayerMap, Opening, SourceHead
+
+
+def random_map(heads=3, blocks=2, source_dim=4, dim=5, shared=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = 1 if shared else heads
+    read = tuple(tuple(SourceHead((h + b) % 2, b) for b in range(blocks)) for h in range(rows))
+    n = blocks * source_dim
+    return LayerMap(
+        read,
+        torch.randn(heads, n, dim, generator=generator),
+        torch.randn(rows, n, generator=generator),
+        torch.randn(heads, dim, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_layer_map_is_its_formula(shared):
+    layer_map = random_map(shared=shared)
+    states = {layer: torch.randn(2, 2, 7, 4) for layer in range(2)}
+    out = layer_map(states, torch.full((2, 3, 7, 5), float("nan")))
+    for head in range(3):
+        row = 0 if shared else head
+        x = torch.cat([states[layer][:, source] for layer, source in layer_map.blocks[row]], -1)
+        expected = (x - layer_map.mean_x[row]) @ layer_map.weight[head] + layer_map.mean_y[head]
+        torch.testing.assert_close(out[:, head], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_are_stripped_mapped_and_rotated_and_values_mapped():
+    model = tiny_model("llama")
+    translator = identity_translator(model)
+    cache, _ = prefill(model, random_ids(2, 9))
+    rotary = translator.source.geometry.rotary[1]
+    cos, sin = Rotations(torch.arange(9)[None])(rotary, torch.float32, torch.device("cpu"))
+    stripped = {1: strip_rope(cache.layers[1].keys, cos, sin)}
+    moved = Rotations(torch.arange(9)[None] + 30)(rotary, torch.float32, torch.device("cpu"))
+    keys, values = translator.translate_layer(1, stripped, {1: cache.layers[1].values}, *moved)
+    torch.testing.assert_close(keys, apply_rope(stripped[1], *moved))
+    torch.testing.assert_close(values, cache.layers[1].values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_translator_is_the_same(tmp_path, translator, small, large, tokenizer, dtype):
+    translator.save_pretrained(tmp_path, dtype=dtype)
+    again = CacheTranslator.from_pretrained(tmp_path, source_model=small, target_model=large, tokenizer=tokenizer)
+    tolerance = 0 if dtype == torch.float32 else 2**-8
+    for role in ("keys", "values"):
+        for a, b in zip(getattr(translator, role), getattr(again, role), strict=True):
+            assert a.blocks == b.blocks and b.weight.dtype == torch.float32
+            torch.testing.assert_close(a.weight, b.weight, rtol=tolerance, atol=0)
+            assert torch.equal(a.mean_x, b.mean_x) and torch.equal(a.mean_y, b.mean_y)
+        assert torch.equal(translator.r2[role], again.r2[role])
+    assert again.summary == translator.summary and again.sink_tokens == translator.sink_tokens
+
+
+def test_rounding_the_weight_moves_nothing_at_the_mean(tmp_path, translator):
+    again = CacheTranslator.from_pretrained(translator.save_pretrained(tmp_path))
+    for a, b in zip(translator.keys, again.keys, strict=True):
+        at_mean = (b.mean_x[:, None] @ b.weight)[:, 0] + b.bias
+        torch.testing.assert_close(at_mean, a.mean_y, rtol=1e-4, atol=1e-4)
+
+
+def test_the_artefact_says_what_it_is(tmp_path, translator):
+    translator.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "translator_config.json").read_text())
+    assert config["source"]["name"] == "qwen3-small" and config["target"]["name"] == "qwen3-large"
+    assert len(config["target"]["weights_digest"]) == 64 and len(config["target"]["tokenizer_digest"]) == 64
+    assert config["target"]["geometry"]["rotary"] and config["summary"]["tokens"] > 0
+    assert "/" not in config["source"]["name"]  # no folder of the machine that fitted it
+
+
+def test_opening_is_saved(tmp_path):
+    model = tiny_model("llama")
+    cache, _ = prefill(model, torch.tensor([[7, 8]]))
+    opening = Opening((7, 8), tuple(c.keys for c in cache.layers), tuple(c.values for c in cache.layers))
+    identity_translator(model, opening=opening).save_pretrained(tmp_path, dtype=torch.float32)
+    again = CacheTranslator.from_pretrained(tmp_path).opening
+    assert again is not None and again.token_ids == (7, 8) and torch.equal(again.keys[2], opening.keys[2])
+
+
+def test_other_models_are_refused_by_what_differs(translator, small, large, llama):
+    with pytest.raises(GeometryError, match="translator's source .*: 6 layers expected, 8 found"):
+        translator.check(source_model=large)
+    with pytest.raises(GeometryError, match=r"translator's target .*8 layers expected, 6 found"):
+        translator.check(target_model=llama)
+    other = tiny_model("llama", seed=1)
+    mine = identity_translator(tiny_model("llama", seed=0))
+    with pytest.raises(IdentityError, match="same cache geometry but other weights"):
+        mine.check(target_model=other)
+    mine.check(target_model=tiny_model("llama", seed=0))
+
+
+def test_the_same_model_in_another_dtype_is_the_same_model(translator):
+    from builders import MODELS
+    from transformers import AutoModelForCausalLM
+
+    translator.check(source_model=AutoModelForCausalLM.from_pretrained(MODELS / "qwen3-small", dtype=torch.bfloat16))
+
+
+def test_another_tokenizer_is_refused(translator):
+    from builders import MODELS
+    from transformers import AutoTokenizer
+
+    with pytest.raises(IdentityError, match="another tokenizer"):
+        translator.check(tokenizer=AutoTokenizer.from_pretrained(MODELS / "gemma3"))
+
+
+def test_damaged_artefacts_are_refused(tmp_path, translator):
+    folder = translator.save_pretrained(tmp_path)
+    tensors, config = folder / "translator.safetensors", folder / "translator_config.json"
+    whole = tensors.read_bytes()
+    tensors.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArtefactError, match="truncated or damaged"):
+        CacheTranslator.from_pretrained(folder)
+    tensors.unlink()
+    with pytest.raises(ArtefactError, match="does not exist"):
+        CacheTranslator.from_pretrained(folder)
+    tensors.write_bytes(whole)
+    config.write_text(config.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(ArtefactError, match="format 9"):
+        CacheTranslator.from_pretrained(folder)
+    config.write_text("{")
+    with pytest.raises(ArtefactError, match="not valid JSON"):
+        CacheTranslator.from_pretrained(folder)
+    with pytest.raises(ArtefactError, match="does not exist"):
+        CacheTranslator.from_pretrained(tmp_path / "nowhere")
+
+
+def test_tensors_that_are_missing_or_not_finite_are_refused(tmp_path, translator):
+    from safetensors.torch import load_file, save_file
+
+    folder = translator.save_pretrained(tmp_path)
+    tensors = load_file(folder / "translator.safetensors")
+    spoilt = {**tensors, "layers.2.keys.weight": torch.full_like(tensors["layers.2.keys.weight"], float("nan"))}
+    save_file(spoilt, folder / "translator.safetensors")
+    with pytest.raises(ArtefactError, match=r"layers\.2\.keys\.weight' is not finite"):
+        CacheTranslator.from_pretrained(folder)
+    del tensors["layers.1.values.mean_x"]
+    save_file(tensors, folder / "translator.safetensors")
+    with pytest.raises(ArtefactError, match=r"lacks the tensor 'layers\.1\.values\.mean_x'"):
+        CacheTranslator.from_pretrained(folder)
+
+
+def test_other_dtypes_are_refused(tmp_path, translator):
+    with pytest.raises(CrossCacheError, match="bfloat16 or torch.float32"):
+        translator.save_pretrained(tmp_path, dtype=torch.float16)
