@@ -8,8 +8,8 @@ from hf_crosscache import Calibration, TranslatedCache, fit_translator
 from hf_crosscache.compat import cache_argument, prefill
 
 HERE = Path(__file__).parent
-source = AutoModelForCausalLM.from_pretrained(HERE / "models/qwen3-small").eval()
-target = AutoModelForCausalLM.from_pretrained(HERE / "models/qwen3-large").eval()
+source = AutoModelForCausalLM.from_pretrained(HERE / "models/qwen3-small").float().eval()
+target = AutoModelForCausalLM.from_pretrained(HERE / "models/qwen3-large").float().eval()
 tokenizer = AutoTokenizer.from_pretrained(HERE / "models/qwen3-large")
 
 # Once a pair: both models read the same texts, and a ridge regression a head maps one cache to the other.

@@ -150,7 +150,7 @@ def test_bfloat16_equals_a_native_cache_with_the_same_split():
     cache = handed_over(model, ids, 23, recompute_last=0, sink_tokens=0)
     for mine, theirs in zip(cache, native.layers, strict=True):
         assert mine[0].dtype == torch.bfloat16
-        assert (mine[0] != theirs.keys).float().mean() < 2e-3  # strip and rotate in float32, one cast
+        assert (mine[0] != theirs.keys).float().mean() < 5e-3  # strip and rotate in float32, one cast
     assert torch.equal(generate(model, ids, cache), generate(model, ids, native))
 
 

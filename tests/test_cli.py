@@ -1,0 +1,61 @@
+"""The commands, as a user types them."""
+
+import csv
+import json
+
+import pytest
+from builders import MODELS, TEXTS
+
+from hf_crosscache.cli import main
+
+SOURCE, TARGET = str(MODELS / "qwen3-small"), str(MODELS / "llama")
+PAIR = ["--source", SOURCE, "--target", TARGET]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """qwen3-small -> llama: other depth of heads (2 -> 1) and head size (32 -> 64)."""
+    out = tmp_path_factory.mktemp("cli") / "translator"
+    fit = ["fit", SOURCE, TARGET, "--texts", str(TEXTS), "--out", str(out), "--k", "4", "--tokens", "30000", "--window", "256"]
+    assert main(fit) == 0
+    return out
+
+
+def test_info_says_what_it_is(folder, capsys):
+    assert main(["info", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "qwen3-small (qwen3, 6 layers, 2 heads of 32)" in told and "llama (llama, 6 layers, 1 heads of 64)" in told
+    assert "support head, k = 4; first 4 tokens native" in told and "held-out R2: keys 0." in told
+
+
+def test_eval_prints_writes_and_records(folder, tmp_path, capsys):
+    command = ["eval", str(folder), *PAIR, "--texts", str(TEXTS), "--windows", "16", "--context-tokens", "160"]
+    command += ["--continuation-tokens", "64", "--json", str(tmp_path / "e.json"), "--csv", str(tmp_path / "e.csv"), "--record"]
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    arms = {arm["arm"]: arm for arm in json.loads((tmp_path / "e.json").read_text())["arms"]}
+    assert set(arms) == {"native", "none", "source", "translated", "wrong_document"} and "wrong_document" in table
+    assert arms["translated"]["context_recovered"] > arms["wrong_document"]["context_recovered"] + 0.1
+    with (tmp_path / "e.csv").open() as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == list(arms)
+    main(["info", str(folder)])
+    assert "context recovered on held-out documents: 0." in capsys.readouterr().out
+
+
+def test_generate_answers(folder, tmp_path, capsys):
+    prompt = "The CREATE TABLE command creates a new table in the current database. The table is owned by the user"
+    command = ["generate", str(folder), *PAIR, "--max-new-tokens", "8", "--recompute-last", "4"]
+    assert main([*command, "--prompt", prompt]) == 0
+    answer = capsys.readouterr().out
+    (tmp_path / "p.txt").write_text(prompt)
+    assert main([*command, "--prompt-file", str(tmp_path / "p.txt")]) == 0
+    assert answer.strip() and capsys.readouterr().out == answer
+
+
+def test_errors_are_told_in_a_line(folder, tmp_path, capsys):
+    swapped = ["--source", TARGET, "--target", SOURCE]
+    assert main(["generate", str(folder), *swapped, "--prompt", "a b c d e f"]) == 2
+    assert "The translator's source is 'qwen3-small'" in capsys.readouterr().err
+    assert main(["info", str(tmp_path / "none")]) == 2
+    assert main(["fit", SOURCE, TARGET, "--texts", str(tmp_path / "no.txt"), "--out", str(tmp_path / "x")]) == 2
+    assert "does not exist" in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Source caches of several kinds are read alike; those that have lost what is needed are refused."""
+
+import copy
+
+import pytest
+import torch
+from builders import random_ids, tiny_model
+from transformers import DynamicCache, StaticCache
+
+from hf_crosscache import CacheGeometry
+from hf_crosscache.compat import cache_argument, prefill
+from hf_crosscache.errors import GeometryError, HandOffError
+from hf_crosscache.source import SourceStates
+
+READERS = {0: {0}, 1: {0, 1}, 2: {1}}
+
+
+def test_keys_are_pre_rope_and_values_as_cached():
+    model, ids = tiny_model("llama"), random_ids(2, 12)
+    cache, _ = prefill(model, ids)
+    states = SourceStates(cache, CacheGeometry.from_model(model), READERS)
+    one_token_at_zero, _ = prefill(model, ids[:, :1])
+    torch.testing.assert_close(states.keys(0)[:, :, :1], one_token_at_zero.layers[0].keys)
+    assert torch.equal(states.values(1), cache.layers[1].values)
+    assert (states.batch_size, states.length) == (2, 12)
+
+
+def test_pairs_of_tensors_and_a_static_cache_are_read_like_a_dynamic_one():
+    model, ids = tiny_model("llama"), random_ids(1, 12)
+    geometry, (cache, _) = CacheGeometry.from_model(model), prefill(model, ids)
+    static = StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        model(ids, **cache_argument(static))
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    for other in (pairs, tuple(pairs), static):
+        states = SourceStates(other, geometry, READERS)
+        assert states.length == 12
+        expected = SourceStates(cache, geometry, READERS)
+        torch.testing.assert_close(states.keys(2), expected.keys(2), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_are_let_go_with_their_last_reader_and_a_copy_keeps_its_own():
+    model = tiny_model("llama")
+    states = SourceStates(prefill(model, random_ids(1, 6))[0], CacheGeometry.from_model(model), READERS)
+    twin = copy.deepcopy(states)
+    states.done(0)
+    assert states.held_layers == (1, 2)
+    states.done(1)
+    assert states.held_layers == () and twin.held_layers == (0, 1, 2)
+    assert twin.values(0).data_ptr() != 0
+
+
+def test_a_window_that_has_dropped_tokens_is_refused():
+    model, ids = tiny_model("mistral_sliding"), random_ids(1, 20)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, **cache_argument(cache))
+    with pytest.raises(HandOffError, match=r"layer 0: a sliding window has kept the last 7 of 20.*plain DynamicCache"):
+        SourceStates(cache, CacheGeometry.from_model(model), READERS)
+
+
+@pytest.mark.parametrize("empty", [DynamicCache(), []])
+def test_an_empty_cache_is_refused(empty):
+    with pytest.raises(HandOffError, match="run the source model|Run the source model"):
+        SourceStates(empty, CacheGeometry.from_model(tiny_model("llama")), READERS)
+
+
+def test_layers_of_another_shape_are_named():
+    model = tiny_model("llama")
+    pairs = [(layer.keys, layer.values) for layer in prefill(model, random_ids(1, 6))[0].layers]
+    pairs[1] = (pairs[1][0], pairs[1][1][:, :1])
+    with pytest.raises(GeometryError, match=r"layer 1: values of shape \(1, 2, 6, 16\) expected, \(1, 1, 6, 16\) found"):
+        SourceStates(pairs, CacheGeometry.from_model(model), READERS)
