@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_crosscache import Calibration, CacheTranslator, evaluate_translator, fit_translator
+from hf_crosscache import CacheTranslator, Calibration, evaluate_translator, fit_translator
 from hf_crosscache.report import results_table
 
 HERE = Path(__file__).parent
@@ -26,9 +26,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 dtype = torch.bfloat16 if device == "cuda" else torch.float32
-source, target = (
-    AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device).eval() for name in (args.source, args.target)
-)
+source, target = (AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device).eval() for name in (args.source, args.target))
 tokenizer = AutoTokenizer.from_pretrained(args.target)
 
 calibration = Calibration(source, target, tokenizer, args.texts, tokens=args.tokens, window=256)

@@ -85,9 +85,7 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
     }
     opening = None
     if config["opening_ids"] is not None:
-        states = {
-            role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES
-        }
+        states = {role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES}
         opening = Opening(tuple(config["opening_ids"]), states["keys"], states["values"])
     return CacheTranslator(
         source=ModelIdentity.from_dict(config["source"]),

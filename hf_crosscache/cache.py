@@ -9,7 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .compat import prefill
+from .compat import prefill, states_of
 from .errors import GeometryError, HandOffError
 from .rope import Rotations
 from .source import SourceStates
@@ -87,8 +87,8 @@ class TranslatedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
-        for layer in self.layers:
-            yield layer.keys, layer.values, None
+        for keys, values in states_of(self):
+            yield keys, values, None
 
     def _check_first_step(self, new_tokens: int, kwargs: dict[str, Any]) -> None:
         """Refuse a first step that does not continue where the cache ends, which transformers runs without a word."""
@@ -219,9 +219,7 @@ class _HandOff:
         pair = []
         for role, name in enumerate(("keys", "values")):
             on = self.source.device if device is None else device
-            states = torch.empty(
-                (self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim), dtype=dtype, device=on
-            )
+            states = torch.empty((self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim), dtype=dtype, device=on)
             if self.sinks is not None:
                 states[:, :, : self.first] = self.sinks[layer_idx][role]
             if translated is not None:
@@ -271,13 +269,11 @@ def _sinks(
         return None
     if target_model is not None and input_ids is not None:
         cache, _ = prefill(target_model, input_ids[:, :wanted].to(target_model.device))
-        return [(layer.keys, layer.values) for layer in cache.layers]
+        return states_of(cache)
     opening = translator.opening
     mend = "Pass target_model= and input_ids=, so that the target reads them itself."
     if opening is None:
-        raise HandOffError(
-            f"The first {wanted} positions are never translated, and the translator carries no states for them. {mend}"
-        )
+        raise HandOffError(f"The first {wanted} positions are never translated, and the translator carries no states for them. {mend}")
     if wanted > len(opening.token_ids):
         raise HandOffError(
             f"The first {wanted} positions are never translated; the translator carries states for {len(opening.token_ids)}. {mend}"

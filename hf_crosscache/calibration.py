@@ -11,12 +11,12 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from .compat import prefill
+from .compat import prefill, states_of
 from .errors import CalibrationError, IdentityError
 from .fitter import LayerStates, PairedStates, Split, Support, TranslatorFitter
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
-from .rope import strip_rope
+from .rope import Rotations, strip_rope
 from .texts import Document, read_documents, token_windows
 from .translator import CacheTranslator, Opening, all_layers
 
@@ -74,8 +74,7 @@ class Calibration:
         validation = max(1, tokens // window // 9)
         sizes = {"fit": max(1, tokens // window - validation), "validation": validation}
         self.windows = {
-            split: token_windows(documents, tokenizer, split=split, length=window, count=count, seed=seed)
-            for split, count in sizes.items()
+            split: token_windows(documents, tokenizer, split=split, length=window, count=count, seed=seed) for split, count in sizes.items()
         }
         self.batch_size, self.sink_tokens, self.window = batch_size, sink_tokens, window
         self.documents = len(documents)
@@ -111,8 +110,8 @@ class Calibration:
         cache, _ = prefill(self.target_model, ids.to(self.target_model.device))
         return Opening(
             tuple(ids[0].tolist()),
-            tuple(layer.keys.cpu() for layer in cache.layers),
-            tuple(layer.values.cpu() for layer in cache.layers),
+            tuple(keys.cpu() for keys, _ in states_of(cache)),
+            tuple(values.cpu() for _, values in states_of(cache)),
         )
 
     def _paired(self, batch: torch.Tensor) -> PairedStates:
@@ -124,20 +123,18 @@ class Calibration:
         return PairedStates(*sides)
 
 
-def layer_states(
-    cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None
-) -> LayerStates:
+def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None) -> LayerStates:
     """Strip RoPE from a cache that starts at position 0 and drop its first positions.
 
     Returns:
         Float32 pre-RoPE keys, and values as cached, each `[B, H, T - skip, D]`.
     """
+    rotations = Rotations(torch.arange(cache.get_seq_length())[None])
     keys, values = [], []
-    for layer, table in zip(cache.layers, geometry.rotary, strict=True):
-        positions = torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None]
-        stripped = strip_rope(layer.keys, *table.cos_sin(positions, layer.keys.dtype))
+    for (key_states, value_states), table in zip(states_of(cache), geometry.rotary, strict=True):
+        stripped = strip_rope(key_states, *rotations(table, key_states.dtype, key_states.device))
         keys.append(stripped[:, :, skip:].to(device))
-        values.append(layer.values[:, :, skip:].to(device))
+        values.append(value_states[:, :, skip:].to(device))
     return LayerStates(keys, values)
 
 
@@ -206,10 +203,7 @@ def fit_translator(
 
 def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
     """Target layers whose statistics fill at most half of the free memory; the solver works beside them."""
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        free = 8 << 30
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
     needed = max(plan.moments_bytes().values())
     if needed <= free // 2:
         return len(plan.target)

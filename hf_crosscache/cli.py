@@ -79,12 +79,8 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
     source_cache, _ = prefill(source, inputs.input_ids.to(source.device))
-    cache = TranslatedCache(
-        source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=args.recompute_last
-    )
-    output = target.generate(
-        **inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, **cache_argument(cache)
-    )
+    cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=args.recompute_last)
+    output = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, **cache_argument(cache))
     print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 
 
@@ -117,7 +113,7 @@ def _print_info(folder: Path) -> None:
 
 def _load(
     args: argparse.Namespace,
-) -> tuple[CacheTranslator, PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[CacheTranslator, PreTrainedModel, Any, PreTrainedTokenizerBase]:
     translator = CacheTranslator.from_pretrained(args.translator)
     target_name = args.target or translator.target.name
     source, target = _model(args.source or translator.source.name, args), _model(target_name, args)
@@ -137,15 +133,11 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-crosscache", description="Carry a KV cache from one language model to another."
-    )
+    parser = argparse.ArgumentParser(prog="hf-crosscache", description="Carry a KV cache from one language model to another.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(
-            name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-        )
+        added = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         added.set_defaults(run=run)
         return added
 
@@ -190,16 +182,12 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("translator", type=Path, help="folder of the translator")
 
     shown = command("demo", _demo, "Hand a context over between two small trained models, offline.")
-    shown.add_argument(
-        "--examples", type=Path, default=demo.EXAMPLES, help="folder with models/ and text/ of the repository"
-    )
+    shown.add_argument("--examples", type=Path, default=demo.EXAMPLES, help="folder with models/ and text/ of the repository")
     return parser
 
 
 def _add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--texts", type=Path, nargs="+", required=True, help=".txt, or .jsonl with a 'text' field; .gz and .xz too"
-    )
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help=".txt, or .jsonl with a 'text' field; .gz and .xz too")
 
 
 def _add_translator(parser: argparse.ArgumentParser) -> None:

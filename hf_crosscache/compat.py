@@ -46,6 +46,12 @@ def prefill(
     return cache, outputs.logits if logits else None
 
 
+def states_of(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the keys and values of every layer of a filled cache, as cached: `[B, H, T, D]` each."""
+    layers: Any = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
+
+
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
     """Return the decoder stack below the language-model head: the module that owns the rotary embedding."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,9 +47,7 @@ def run(examples: Path = EXAMPLES) -> None:
     print(f"   {translator.summary['fit_seconds']} s, held-out R2: keys {r2['keys']:.3f}, values {r2['values']:.3f}\n")
 
     print("2. Continue a document that the fit has not seen, three ways", flush=True)
-    window = token_windows(
-        read_documents(texts), tokenizer, split="test", length=_CONTEXT + _NEW_TOKENS, count=1, seed=7
-    )
+    window = token_windows(read_documents(texts), tokenizer, split="test", length=_CONTEXT + _NEW_TOKENS, count=1, seed=7)
     prompt = window[:, :_CONTEXT]
     source_cache, _ = prefill(source, prompt)
     cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=prompt, recompute_last=16)
@@ -57,14 +56,12 @@ def run(examples: Path = EXAMPLES) -> None:
         _generate("no context: it sees the last 16 tokens", target, tokenizer, prompt[:, -16:]),
         _generate("translated: the source has read it", target, tokenizer, prompt, cache),
     ]
-    print(f"   ... {_line(tokenizer.decode(prompt[0, -48:]))}\n")
+    print(f"   ... {_line(str(tokenizer.decode(prompt[0, -48:])))}\n")
     for way in ways:
         print(f"   [{way.name}; first token after {way.first_token_ms:.0f} ms]\n   {_line(way.text)}\n")
 
     print("3. The same over held-out documents", flush=True)
-    evaluation = evaluate_translator(
-        translator, source, target, tokenizer, texts, windows=48, recompute_last=16, batch_size=8
-    )
+    evaluation = evaluate_translator(translator, source, target, tokenizer, texts, windows=48, recompute_last=16, batch_size=8)
     print(results_table(evaluation))
     translated, control = evaluation["translated"], evaluation["wrong_document"]
     print(
@@ -79,7 +76,7 @@ def _load(folder: Path) -> PreTrainedModel:
 
 def _generate(
     name: str,
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompt: torch.Tensor,
     cache: TranslatedCache | None = None,
@@ -92,7 +89,7 @@ def _generate(
     first_token_ms = 1000 * (time.perf_counter() - started)
     settings["attention_mask"] = torch.ones_like(first)
     output = model.generate(first, max_new_tokens=_NEW_TOKENS - 1, **settings)
-    return _Continuation(name, tokenizer.decode(output[0, prompt.shape[1] :]), first_token_ms)
+    return _Continuation(name, str(tokenizer.decode(output[0, prompt.shape[1] :])), first_token_ms)
 
 
 def _line(text: str) -> str:

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .cache import TranslatedCache
-from .compat import cache_argument, prefill
+from .compat import cache_argument, prefill, states_of
 from .texts import read_documents, token_windows
 from .translator import CacheTranslator
 
@@ -99,9 +99,7 @@ def evaluate_translator(
     with tqdm(total=ids.numel(), desc="evaluate", unit="tok", unit_scale=True) as progress:
         for batch in ids.split(batch_size):
             reference = None
-            for arm, logits in _arms(
-                translator, source_model, target_model, batch, context_tokens, recompute_last, enough=len(ids) > 1
-            ):
+            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last, enough=len(ids) > 1):
                 reference = logits if reference is None else reference
                 scores.setdefault(arm, []).append(_score(logits, reference, batch[:, context_tokens + 1 :]))
             progress.update(batch.numel())
@@ -131,12 +129,10 @@ def _arms(
     yield "native", _continue(target_model, native_cache, on_target)
     yield "none", _continue(target_model, DynamicCache(), on_target[:, context:])
     source_cache, _ = prefill(source_model, on_source[:, :context])
-    layers = [(layer.keys, layer.values) for layer in source_cache.layers]
+    layers = states_of(source_cache)
 
     def translated(pairs: list, prompt: torch.Tensor) -> TranslatedCache:
-        return TranslatedCache(
-            pairs, translator, target_model=target_model, input_ids=prompt, recompute_last=recompute_last
-        )
+        return TranslatedCache(pairs, translator, target_model=target_model, input_ids=prompt, recompute_last=recompute_last)
 
     yield "translated", _continue(target_model, translated(layers, on_target), on_target)
     if enough and len(ids) > 1:
@@ -198,15 +194,11 @@ def _summarize(by_arm: dict[str, torch.Tensor]) -> tuple[Arm, ...]:
         same = len(nll) == n
         context = _recovered(none, nll, native, draws) if same else (None, None, None)
         gap = _recovered(source, nll, native, draws) if same and source.mean() > native.mean() else (None, None, None)
-        arms.append(
-            Arm(name, len(nll), nll.mean().item(), scores[:, 1].mean().item(), scores[:, 2].mean().item(), *context, *gap)
-        )
+        arms.append(Arm(name, len(nll), nll.mean().item(), scores[:, 1].mean().item(), scores[:, 2].mean().item(), *context, *gap))
     return tuple(arms)
 
 
-def _recovered(
-    worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, draws: torch.Tensor
-) -> tuple[float, float, float]:
+def _recovered(worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, draws: torch.Tensor) -> tuple[float, float, float]:
     """(worst - arm) / (worst - best) of the means, with the 2.5 and 97.5 % quantiles of its bootstrap."""
     means = [scores[draws].mean(1) for scores in (worst, arm, best)]
     ratios = (means[0] - means[1]) / (means[0] - means[2])

@@ -55,8 +55,8 @@ class TranslatorFitter:
     """Collects statistics of paired states and solves for the maps of some target layers.
 
     With support "head" every target head reads its k best source heads, from any layers; with "full" every target head of a layer reads
-    all heads of its k best source layers. Keys are mapped from keys and values from values. Unless k takes in everything, the statistics are
-    gathered in two rounds: `screen` scores every source block alone on held-out rows and keeps the best `candidates` of each target,
+    all heads of its k best source layers. Keys are mapped from keys, values from values. Unless k takes in everything, the statistics
+    are gathered in two rounds: `screen` scores every source block alone on held-out rows and keeps the best `candidates` of each target,
     `update` gathers their joint moments, and `fit` selects k of them by forward selection and solves.
 
     Memory is that of the moments (`moments_bytes`), whatever the number of rows.
@@ -261,9 +261,7 @@ class _RoleFitter:
                 continue  # not positive definite at so small an alpha; a larger one follows
             best = max(best, (scores.mean().item(), alpha))
         if best[1] == 0.0:
-            raise CalibrationError(
-                f"No alpha up to {ridge.ALPHAS[-1]:g} gives a solvable ridge regression: use more calibration text."
-            )
+            raise CalibrationError(f"No alpha up to {ridge.ALPHAS[-1]:g} gives a solvable ridge regression: use more calibration text.")
         return best[1]
 
     def _layer_maps(self, solutions: list[ridge.RidgeSolution], chosen: torch.Tensor) -> tuple[LayerMap, ...]:
@@ -318,9 +316,7 @@ class _RoleFitter:
 def _both(by_split: dict) -> tuple:
     missing = [split for split in ("fit", "validation") if split not in by_split]
     if missing:
-        raise CalibrationError(
-            f"The {' and '.join(missing)} split has no rows: give more documents, so that whole ones can be held out."
-        )
+        raise CalibrationError(f"The {' and '.join(missing)} split has no rows: give more documents, so that whole ones can be held out.")
     return by_split["fit"], by_split["validation"]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from .compat import decoder_of, prefill
+from .compat import decoder_of, prefill, states_of
 from .errors import GeometryError, UnsupportedModelError
 from .rope import RotaryTable, strip_rope
 
@@ -77,9 +77,7 @@ class CacheGeometry:
         for layer_idx, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):
             if mine != theirs:
                 fields = [k for k, v in asdict(mine).items() if v != asdict(theirs)[k]]
-                return f"layer {layer_idx}: " + ", ".join(
-                    f"{k} {getattr(mine, k)} expected, {getattr(theirs, k)} found" for k in fields
-                )
+                return f"layer {layer_idx}: " + ", ".join(f"{k} {getattr(mine, k)} expected, {getattr(theirs, k)} found" for k in fields)
             if not self.rotary[layer_idx].same_as(other.rotary[layer_idx]):
                 return f"layer {layer_idx}: the rotary frequencies or their scaling differ"
         return None
@@ -97,16 +95,13 @@ class CacheGeometry:
             "model_type": self.model_type,
             "layers": [asdict(layer) for layer in self.layers],
             "rotary_of_layer": of_layer,
-            "rotary": [
-                {"inv_freq": table.inv_freq.tolist(), "attention_scaling": table.attention_scaling} for table in tables
-            ],
+            "rotary": [{"inv_freq": table.inv_freq.tolist(), "attention_scaling": table.attention_scaling} for table in tables],
         }
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> CacheGeometry:
         tables = [
-            RotaryTable(torch.tensor(table["inv_freq"], dtype=torch.float32), table["attention_scaling"])
-            for table in config["rotary"]
+            RotaryTable(torch.tensor(table["inv_freq"], dtype=torch.float32), table["attention_scaling"]) for table in config["rotary"]
         ]
         return cls(
             model_type=config["model_type"],
@@ -127,30 +122,28 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
         UnsupportedModelError: naming the model, the layer and the size of the disagreement.
         GeometryError: the cache has other shapes than the config promised.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.linspace(0, vocabulary - 1, 8, device=model.device).long()[:, None]
     at_zero = torch.zeros_like(tokens)
-    reference, _ = prefill(model, tokens, position_ids=at_zero)
+    reference = states_of(prefill(model, tokens, position_ids=at_zero)[0])
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     for position in positions:
         moved_to = torch.full_like(tokens, position)
-        moved, _ = prefill(model, tokens, position_ids=moved_to)
+        moved = states_of(prefill(model, tokens, position_ids=moved_to)[0])
         for layer_idx, (layer, table) in enumerate(zip(geometry.layers, geometry.rotary, strict=True)):
-            expected, found = reference.layers[layer_idx], moved.layers[layer_idx]
+            (keys_at_zero, values_at_zero), (keys, values) = reference[layer_idx], moved[layer_idx]
             shape = (len(tokens), layer.num_key_value_heads, 1, layer.head_dim)
-            if tuple(found.keys.shape) != shape or tuple(found.values.shape) != shape:
+            if tuple(keys.shape) != shape or tuple(values.shape) != shape:
                 raise GeometryError(
                     f"{_name_of(model)}, layer {layer_idx}: the config promises keys and values of shape {shape}, the model caches "
-                    f"{tuple(found.keys.shape)} and {tuple(found.values.shape)}. Models with other cache layouts are not supported."
+                    f"{tuple(keys.shape)} and {tuple(values.shape)}. Models with other cache layouts are not supported."
                 )
-            pairs = {
-                "keys": (
-                    strip_rope(expected.keys, *table.cos_sin(at_zero.to(expected.keys.device), expected.keys.dtype)),
-                    strip_rope(found.keys, *table.cos_sin(moved_to.to(found.keys.device), found.keys.dtype)),
-                ),
-                "values": (expected.values.float(), found.values.float()),
-            }
-            for role, (want, got) in pairs.items():
+            rotate_back = table.cos_sin(moved_to.to(keys.device), keys.dtype)
+            stay = table.cos_sin(at_zero.to(keys.device), keys.dtype)
+            for role, want, got in (
+                ("keys", strip_rope(keys_at_zero, *stay), strip_rope(keys, *rotate_back)),
+                ("values", values_at_zero.float(), values.float()),
+            ):
                 error = ((got - want).norm() / want.norm().clamp_min(1e-30)).item()
                 if not error <= tolerance:
                     raise UnsupportedModelError(
@@ -172,8 +165,7 @@ def _attention_layers(config: PreTrainedConfig, name: str) -> list[tuple[str, in
         kind = type(layer).__name__
         if kind not in _ATTENTION_OF_LAYER:
             raise UnsupportedModelError(
-                f"{name}, layer {layer_idx}: a cache layer of type {kind} is not supported; layers of full or sliding-window "
-                "attention are."
+                f"{name}, layer {layer_idx}: a cache layer of type {kind} is not supported; layers of full or sliding-window attention are."
             )
         found.append((_ATTENTION_OF_LAYER[kind], getattr(layer, "sliding_window", None)))
     if len(found) != config.num_hidden_layers:
@@ -181,9 +173,7 @@ def _attention_layers(config: PreTrainedConfig, name: str) -> list[tuple[str, in
     return found
 
 
-def _rotary_tables(
-    model: PreTrainedModel, config: PreTrainedConfig, num_layers: int, name: str
-) -> tuple[RotaryTable, ...]:
+def _rotary_tables(model: PreTrainedModel, config: PreTrainedConfig, num_layers: int, name: str) -> tuple[RotaryTable, ...]:
     rotary: Any = getattr(decoder_of(model), "rotary_emb", None)
     if rotary is None:
         raise UnsupportedModelError(f"{name}: no rotary embedding found; learned and ALiBi positions are not supported.")

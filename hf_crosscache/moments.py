@@ -66,9 +66,7 @@ class WeightedMoments:
         expected = (*self.sum_x.shape, *self.sum_y.shape)
         found = (x.shape[0], x.shape[2], y.shape[0], y.shape[2])
         if expected != found or x.shape[1] != y.shape[1]:
-            raise GeometryError(
-                f"Moments of (G, n, G or 1, m) = {expected} were given x {tuple(x.shape)} and y {tuple(y.shape)}."
-            )
+            raise GeometryError(f"Moments of (G, n, G or 1, m) = {expected} were given x {tuple(x.shape)} and y {tuple(y.shape)}.")
         x = x.float() - self.shift_x.float()[:, None]
         y = y.float() - self.shift_y.float()[:, None]
         xx, xy, yy, sum_x, sum_y, total = ops.weighted_products(x, y, sample_weight)
@@ -85,18 +83,8 @@ class WeightedMoments:
         if self.sum_xy.shape != other.sum_xy.shape:
             raise GeometryError(f"Moments of shape {tuple(self.sum_xy.shape)} cannot take {tuple(other.sum_xy.shape)}.")
         dx, dy = other.shift_x - self.shift_x, other.shift_y - self.shift_y
-        self.sum_xx += (
-            other.sum_xx
-            + _outer(dx, other.sum_x)
-            + _outer(other.sum_x, dx)
-            + other.total * _outer(dx, dx)
-        )
-        self.sum_xy += (
-            other.sum_xy
-            + _outer(dx, other.sum_y)
-            + _outer(other.sum_x, dy)
-            + other.total * _outer(dx, dy)
-        )
+        self.sum_xx += other.sum_xx + _outer(dx, other.sum_x) + _outer(other.sum_x, dx) + other.total * _outer(dx, dx)
+        self.sum_xy += other.sum_xy + _outer(dx, other.sum_y) + _outer(other.sum_x, dy) + other.total * _outer(dx, dy)
         self.sum_yy += other.sum_yy + 2 * dy * other.sum_y + other.total * dy.square()
         self.sum_x += other.sum_x + other.total * dx
         self.sum_y += other.sum_y + other.total * dy

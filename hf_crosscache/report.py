@@ -19,9 +19,7 @@ def results_table(evaluation: Evaluation) -> str:
     for arm in evaluation.arms:
         context = _interval(arm.context_recovered, arm.context_recovered_low, arm.context_recovered_high)
         gap = _interval(arm.gap_recovered, arm.gap_recovered_low, arm.gap_recovered_high)
-        lines.append(
-            f"{arm.arm:<16}{arm.n:>5}{arm.nll:>9.4f}{_number(arm.kl):>8}{_number(arm.top1):>8}   {context:<24}{gap}"
-        )
+        lines.append(f"{arm.arm:<16}{arm.n:>5}{arm.nll:>9.4f}{_number(arm.kl):>8}{_number(arm.top1):>8}   {context:<24}{gap}")
     return "\n".join(lines)
 
 

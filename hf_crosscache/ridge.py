@@ -62,9 +62,7 @@ def r2(solution: RidgeSolution, moments: WeightedMoments, head_dim: int) -> torc
     return 1 - error / variance.clamp_min(1e-30)
 
 
-def greedy_select(
-    fit: WeightedMoments, held_out: WeightedMoments, block: int, k: int, alpha: float
-) -> torch.Tensor:
+def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k: int, alpha: float) -> torch.Tensor:
     """Choose k of the input blocks by forward selection on held-out error.
 
     At each step every remaining block is tried beside the blocks already chosen, the ridge fitted on `fit`, the error measured on

@@ -61,9 +61,7 @@ class Rotations:
         self._position_ids = position_ids
         self._known: dict[tuple[RotaryTable, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(
-        self, table: RotaryTable, dtype: torch.dtype, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, table: RotaryTable, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin as `RotaryTable.cos_sin` does."""
         key = (table, dtype, device)
         if key not in self._known:

@@ -92,7 +92,7 @@ def _layers_of(cache: Cache | Iterable[Any]) -> list[tuple[torch.Tensor, torch.T
         if not pairs:
             raise HandOffError("The source cache is empty: run the source model over the context first.")
         return pairs
-    layers = []
+    layers: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer_idx, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         length = int(cache.get_seq_length(layer_idx))

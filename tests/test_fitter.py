@@ -35,9 +35,7 @@ def states(batch, seed, noise=0.02):
                 heads.append(y + noise * torch.randn(y.shape, generator=generator))
             target.append(torch.stack(heads, 1))
         sides[role] = source, target
-    return PairedStates(
-        LayerStates(sides["keys"][0], sides["values"][0]), LayerStates(sides["keys"][1], sides["values"][1])
-    )
+    return PairedStates(LayerStates(sides["keys"][0], sides["values"][0]), LayerStates(sides["keys"][1], sides["values"][1]))
 
 
 def fitted(fitter, batches=4):

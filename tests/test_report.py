@@ -7,10 +7,33 @@ import torch
 from hf_crosscache.evaluation import Arm, Evaluation
 from hf_crosscache.report import append_csv, results_table
 
-COLUMNS = (
-    "source,target,support,k,lexical,refined,sink_tokens,recompute_last,native_layers,context_tokens,arm,n,nll,kl,top1,context_recovered,"
-    "context_recovered_low,context_recovered_high,gap_recovered,artefact_mb,fit_seconds,device,torch,transformers,commit"
-).split(",")
+COLUMNS = [
+    "source",
+    "target",
+    "support",
+    "k",
+    "lexical",
+    "refined",
+    "sink_tokens",
+    "recompute_last",
+    "native_layers",
+    "context_tokens",
+    "arm",
+    "n",
+    "nll",
+    "kl",
+    "top1",
+    "context_recovered",
+    "context_recovered_low",
+    "context_recovered_high",
+    "gap_recovered",
+    "artefact_mb",
+    "fit_seconds",
+    "device",
+    "torch",
+    "transformers",
+    "commit",
+]
 ARM = Arm("translated", 9, 2.51234, 0.2, 0.8, 0.6, 0.5, 0.7, None, None, None)
 EVALUATION = Evaluation((ARM,), 384, 128, 4, 16)
 

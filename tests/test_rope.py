@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_crosscache import CacheGeometry
-from hf_crosscache.rope import Rotations, RotaryTable, apply_rope, strip_rope
+from hf_crosscache.rope import RotaryTable, Rotations, apply_rope, strip_rope
 
 
 def table(dim, scaling=1.0, base=10000.0):

@@ -37,7 +37,7 @@ def test_files_strings_rows_and_packed_files_are_read(tmp_path):
         file.write("packed")
     paths = [tmp_path / name for name in ("a.txt", "b.jsonl", "c.jsonl.xz", "d.txt.gz")]
     assert [d.text for d in read_documents(paths)] == ["plain", "one", "two", "one", "two", "packed"]
-    assert list(read_documents(tmp_path / "b.jsonl"))[0].work == "w"
+    assert next(iter(read_documents(tmp_path / "b.jsonl"))).work == "w"
     assert [d.text for d in read_documents(["a string", {"text": "a row"}, Document("a document")])] == [
         "a string",
         "a row",

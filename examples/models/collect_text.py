@@ -45,7 +45,9 @@ class _Page(HTMLParser):
     """The running text of a page, without navigation and scripts."""
 
     SKIP = ("script", "style", "nav", "header", "footer", "head", "select", "form")
-    SKIP_CLASS = re.compile(r"sphinxsidebar|related|navheader|navfooter|\btoc|headerlink|footer|langs|quickview|\bnav\b|\bhd\b|\bpath\b|\bmenu\b")
+    SKIP_CLASS = re.compile(
+        r"sphinxsidebar|related|navheader|navfooter|\btoc|headerlink|footer|langs|quickview|\bnav\b|\bhd\b|\bpath\b|\bmenu\b"
+    )
     VOID = ("br", "img", "hr", "meta", "link", "input", "col", "wbr", "area", "base")
     BREAK = ("p", "div", "h1", "h2", "h3", "h4", "li", "dt", "dd", "tr", "pre", "br", "table", "section")
 

@@ -69,9 +69,7 @@ def train_tokenizer(kind: str, texts: list[str], folder: Path) -> None:
     tokenizer.train_from_iterator(texts, trainer)
     extra = {}
     if kind == "b":
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
-        )
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))])
         extra = {"bos_token": BOS}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=4096, **extra)
     fast.save_pretrained(folder)
@@ -80,7 +78,7 @@ def train_tokenizer(kind: str, texts: list[str], folder: Path) -> None:
 
 
 def encode(tokenizer, texts: list[str]) -> torch.Tensor:
-    """Windows `[n, 1024]` of the texts laid end to end, each text closed by the end token, each window opened by the BOS if there is one."""
+    """Windows `[n, 1024]` of the texts laid end to end: an end token closes each text, the BOS, if any, opens each window."""
     opening = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     stream: list[int] = []
     for start in range(0, len(texts), 512):
@@ -132,10 +130,12 @@ def train(name: str, folder: Path, train_ids: torch.Tensor, held_out: torch.Tens
     parameters = sum(p.numel() for p in model.parameters())
     result = {
         "model": name, "parameters": parameters, "tokens": seen, "minutes": minutes, "held_out_windows": len(held_out),
-        "loss": by_position.mean().item(), "loss_first_128": by_position[:127].mean().item(), "loss_last_512": by_position[-512:].mean().item(),
+        "loss": by_position.mean().item(), "loss_first_128": by_position[:127].mean().item(),
+        "loss_last_512": by_position[-512:].mean().item(),
         "bits_per_byte": by_position.mean().item() * held_out.numel() / held_out_bytes / math.log(2),
         "megabytes": sum(f.stat().st_size for f in (folder / name).iterdir()) / 1e6,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__, "transformers": transformers.__version__,
     }  # fmt: skip
     print(json.dumps(result), flush=True)
     (folder / name / "result.json").write_text(json.dumps(result))

@@ -2,9 +2,10 @@
 
     python kernels/benchmarks/bench_switch.py SOURCE TARGET TRANSLATOR --texts texts.jsonl.xz
 
-Both times are medians of wall time around a synchronised call: `prefill_ms` of the target's decoder over the context without its language-model
-head, `translate_ms` of building a `TranslatedCache`, native first tokens included, and translating all its layers. In the same run one layer
-is held against a float64 oracle that shares no code with the library; a relative error above the cache dtype's rounding ends the run.
+Both times are medians of wall time around a synchronised call: `prefill_ms` of the target's decoder over the context, without its
+language-model head; `translate_ms` of building a `TranslatedCache`, native first tokens included, and translating all its layers. In the
+same run one layer is held against a float64 oracle that shares no code with the library; a relative error above the cache dtype's
+rounding ends the run.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_crosscache import CacheTranslator, TranslatedCache
-from hf_crosscache.compat import prefill
+from hf_crosscache.compat import prefill, states_of
 from hf_crosscache.texts import read_documents
 
 RESULTS = Path(__file__).parent / "results" / "switch.csv"
@@ -58,7 +59,7 @@ def measure(source, target, translator: CacheTranslator, ids: torch.Tensor, leng
     cuda = ids.device.type == "cuda"
     for tokens in lengths:
         prompt = ids[:, :tokens]
-        pairs = [(layer.keys, layer.values) for layer in prefill(source, prompt)[0].layers]
+        pairs = states_of(prefill(source, prompt)[0])
 
         def translate(prompt=prompt, pairs=pairs):
             return list(TranslatedCache(pairs, translator, target_model=target, input_ids=prompt))

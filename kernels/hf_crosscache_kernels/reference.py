@@ -18,7 +18,7 @@ def map_heads_reference(
 ) -> torch.Tensor:
     """Map blocks of source heads to target heads.
 
-        out[:, h] = [ states[l][:, g] for (l, g) in blocks[h] ] @ weight[h] + bias[h]
+        out[:, h] = [ states[layer][:, head] for (layer, head) in blocks[h] ] @ weight[h] + bias[h]
 
     Args:
         states: source layer index -> `[B, H_src, T, D_src]` pre-RoPE keys, or values; any floating dtype.
@@ -33,7 +33,7 @@ def map_heads_reference(
     length = out.shape[2]
     for start in range(0, length, _ROWS_AT_ONCE):
         rows = slice(start, min(start + _ROWS_AT_ONCE, length))
-        gathered = [torch.cat([states[l][:, g, rows] for l, g in heads], dim=-1).float() for heads in blocks]
+        gathered = [torch.cat([states[layer][:, head, rows] for layer, head in heads], dim=-1).float() for heads in blocks]
         if len(gathered) == 1 and weight.shape[0] > 1:
             joined = weight.permute(1, 0, 2).flatten(1)
             mapped = (gathered[0] @ joined).unflatten(-1, (weight.shape[0], weight.shape[2])).transpose(1, 2)

@@ -33,9 +33,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.id)
 def test_map_heads_is_the_affine_map_of_float64(problem):
     p, generator = problem, torch.Generator().manual_seed(0)
-    states = {
-        layer: torch.randn(p.batch, p.source_heads, p.tokens, p.source_dim, generator=generator).to(p.dtype) for layer in range(4)
-    }
+    states = {layer: torch.randn(p.batch, p.source_heads, p.tokens, p.source_dim, generator=generator).to(p.dtype) for layer in range(4)}
     rows = 1 if p.shared else p.heads
     blocks = [[((h + b) % 4, (h + b // 2) % p.source_heads) for b in range(p.blocks)] for h in range(rows)]
     weight = torch.randn(p.heads, p.blocks * p.source_dim, p.dim, generator=generator)
