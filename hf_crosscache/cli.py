@@ -79,7 +79,8 @@ def _generate(args: argparse.Namespace) -> None:
     prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
     source_cache, _ = prefill(source, inputs.input_ids.to(source.device))
-    cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=args.recompute_last)
+    left = min(args.recompute_last, inputs.input_ids.shape[1] - 1)
+    cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=left)
     output = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, **cache_argument(cache))
     print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 

@@ -25,15 +25,22 @@ class Arm:
     """One way to give the target its context, measured on the continuation.
 
     n: windows. nll: nats a token. kl: KL(native || arm) in nats a token. top1: share of positions where the arm's argmax is native's.
-    context_recovered: (none - arm) / (none - native), with a 95 % bootstrap interval over windows.
-    gap_recovered: (source - arm) / (source - native), None where the source does better than the target or cannot be asked.
+    context_recovered: (none - arm) / (none - native).
+    gap_recovered: (source - arm) / (source - native), None where the source does better than the target.
+    *_low, *_high: ends of a 95 % bootstrap interval over windows.
     """
 
     arm: str
     n: int
     nll: float
-    kl: float | None
-    top1: float | None
+    nll_low: float
+    nll_high: float
+    kl: float
+    kl_low: float
+    kl_high: float
+    top1: float
+    top1_low: float
+    top1_high: float
     context_recovered: float | None
     context_recovered_low: float | None
     context_recovered_high: float | None
@@ -97,9 +104,10 @@ def evaluate_translator(
     translator = translator.to(source_model.device)
     scores: dict[str, list[torch.Tensor]] = {}
     with tqdm(total=ids.numel(), desc="evaluate", unit="tok", unit_scale=True) as progress:
-        for batch in ids.split(batch_size):
+        # Pieces of nearly one size: the wrong document of a window is its neighbour's, so no window may be alone.
+        for batch in ids.tensor_split(max(1, min(-(-len(ids) // batch_size), len(ids) // 2))):
             reference = None
-            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last, enough=len(ids) > 1):
+            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last):
                 reference = logits if reference is None else reference
                 scores.setdefault(arm, []).append(_score(logits, reference, batch[:, context_tokens + 1 :]))
             progress.update(batch.numel())
@@ -120,8 +128,6 @@ def _arms(
     ids: torch.Tensor,
     context: int,
     recompute_last: int,
-    *,
-    enough: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (arm, logits) with logits `[B, continuation - 1, vocab]` that predict all of the continuation but its first token."""
     on_target, on_source = ids.to(target_model.device), ids.to(source_model.device)
@@ -135,7 +141,7 @@ def _arms(
         return TranslatedCache(pairs, translator, target_model=target_model, input_ids=prompt, recompute_last=recompute_last)
 
     yield "translated", _continue(target_model, translated(layers, on_target), on_target)
-    if enough and len(ids) > 1:
+    if len(ids) > 1:
         wrong = [(keys.roll(1, 0), values.roll(1, 0)) for keys, values in layers]
         prompt = torch.cat([on_target[:, :context].roll(1, 0), on_target[:, context:]], dim=1)
         yield "wrong_document", _continue(target_model, translated(wrong, prompt), prompt)
@@ -190,17 +196,25 @@ def _summarize(by_arm: dict[str, torch.Tensor]) -> tuple[Arm, ...]:
     arms = []
     for name, scores in by_arm.items():
         nll = scores[:, 0].double()
-        # Windows without a partner for the wrong document are left out of that arm; its ratio then uses the windows it has.
-        same = len(nll) == n
-        context = _recovered(none, nll, native, draws) if same else (None, None, None)
-        gap = _recovered(source, nll, native, draws) if same and source.mean() > native.mean() else (None, None, None)
-        arms.append(Arm(name, len(nll), nll.mean().item(), scores[:, 1].mean().item(), scores[:, 2].mean().item(), *context, *gap))
+        _, kl, top1 = scores.double().unbind(1)
+        context = _recovered(none, nll, native, draws)
+        gap = _recovered(source, nll, native, draws) if source.mean() > native.mean() else (None, None, None)
+        arms.append(Arm(name, n, *_mean(nll, draws), *_mean(kl, draws), *_mean(top1, draws), *context, *gap))
     return tuple(arms)
+
+
+def _mean(scores: torch.Tensor, draws: torch.Tensor) -> tuple[float, float, float]:
+    """Mean over windows, with the 2.5 and 97.5 % quantiles of its bootstrap."""
+    return (scores.mean().item(), *_quantiles(scores[draws].mean(1)))
 
 
 def _recovered(worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, draws: torch.Tensor) -> tuple[float, float, float]:
     """(worst - arm) / (worst - best) of the means, with the 2.5 and 97.5 % quantiles of its bootstrap."""
     means = [scores[draws].mean(1) for scores in (worst, arm, best)]
     ratios = (means[0] - means[1]) / (means[0] - means[2])
-    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=ratios.dtype)).tolist()
-    return ((worst.mean() - arm.mean()) / (worst.mean() - best.mean())).item(), low, high
+    return (((worst.mean() - arm.mean()) / (worst.mean() - best.mean())).item(), *_quantiles(ratios))
+
+
+def _quantiles(resampled: torch.Tensor) -> tuple[float, float]:
+    low, high = torch.quantile(resampled, torch.tensor([0.025, 0.975], dtype=resampled.dtype)).tolist()
+    return low, high

@@ -17,7 +17,8 @@ class SourceStates:
     """The layers of a source cache for one hand-off.
 
     Keys are stripped of RoPE when a layer is first read, and kept in float32 until the last target layer that reads it is done; then
-    keys and values are let go. The source cache itself is never written to.
+    keys and values are let go. The source cache itself is never written to. Layers of a model that is spread over several devices are
+    brought to that of the first one.
 
     Args:
         cache: a transformers `Cache` that holds every position from 0, or an iterable of (keys, values) pairs.
@@ -67,14 +68,14 @@ class SourceStates:
     def keys(self, layer_idx: int) -> torch.Tensor:
         """Pre-RoPE keys of a source layer, `[B, H, T, D]` float32."""
         if layer_idx not in self._stripped:
-            key_states = self._states[layer_idx][0]
+            key_states = self._states[layer_idx][0].to(self.device)
             cos, sin = self._rotations(self._geometry.rotary[layer_idx], key_states.dtype, key_states.device)
             self._stripped[layer_idx] = strip_rope(key_states, cos, sin)
         return self._stripped[layer_idx]
 
     def values(self, layer_idx: int) -> torch.Tensor:
         """Values of a source layer, `[B, H, T, D]` as cached."""
-        return self._states[layer_idx][1]
+        return self._states[layer_idx][1].to(self.device)
 
     def done(self, target_layer: int) -> None:
         """Note that a target layer is translated; let go of the source layers that no other one reads."""

@@ -47,6 +47,8 @@ def test_generate_answers(folder, tmp_path, capsys):
     command = ["generate", str(folder), *PAIR, "--max-new-tokens", "8", "--recompute-last", "4"]
     assert main([*command, "--prompt", prompt]) == 0
     answer = capsys.readouterr().out
+    assert main([*command[:-2], "--prompt", "a few words"]) == 0  # shorter than what is left to the target by default
+    capsys.readouterr()
     (tmp_path / "p.txt").write_text(prompt)
     assert main([*command, "--prompt-file", str(tmp_path / "p.txt")]) == 0
     assert answer.strip() and capsys.readouterr().out == answer

@@ -36,11 +36,18 @@ def test_wrong_document_is_clearly_worse(evaluation):
 
 def test_intervals_hold_their_figure(evaluation):
     for arm in evaluation.arms:
-        assert arm.context_recovered_low - 1e-9 <= arm.context_recovered <= arm.context_recovered_high + 1e-9
+        for metric in ("nll", "kl", "top1", "context_recovered", "gap_recovered"):
+            low, figure, high = (getattr(arm, metric + end) for end in ("_low", "", "_high"))
+            assert low - 1e-6 <= figure <= high + 1e-6
 
 
 def test_gap_recovered_is_of_the_target_that_is_better(evaluation):
     assert evaluation["source"].gap_recovered == pytest.approx(0) and evaluation["native"].gap_recovered == pytest.approx(1)
+
+
+def test_no_window_is_without_a_wrong_document(translator, small, large, tokenizer, texts):
+    settings = {**SETTINGS, "windows": 5, "batch_size": 4}
+    assert {arm.n for arm in evaluate_translator(translator, small, large, tokenizer, texts, **settings).arms} == {5}
 
 
 def test_recomputing_the_tail_helps(evaluation, translator, small, large, tokenizer, texts):

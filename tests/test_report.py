@@ -34,7 +34,7 @@ COLUMNS = [
     "transformers",
     "commit",
 ]
-ARM = Arm("translated", 9, 2.51234, 0.2, 0.8, 0.6, 0.5, 0.7, None, None, None)
+ARM = Arm("translated", 9, 2.51234, 2.4, 2.6, 0.2, 0.1, 0.3, 0.8, 0.7, 0.9, 0.6, 0.5, 0.7, None, None, None)
 EVALUATION = Evaluation((ARM,), 384, 128, 4, 16)
 
 
