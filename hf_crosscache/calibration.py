@@ -20,7 +20,7 @@ from .rope import Rotations, strip_rope
 from .texts import Document, read_documents, token_windows
 from .translator import CacheTranslator, Opening, all_layers
 
-_SCREENING_TOKENS = 65_536
+_LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
 
 
 class Calibration:
@@ -171,7 +171,8 @@ def fit_translator(
         of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
         fitter = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=layers)
         if fitter.needs_screening:
-            for states, split in calibration.states(f"screen{of}", _SCREENING_TOKENS):
+            enough = min(_MOST_SCREENING, max(_LEAST_SCREENING, calibration.tokens // 4))
+            for states, split in calibration.states(f"screen{of}", enough):
                 fitter.screen(states, split)
             fitter.choose_candidates()
         for states, split in calibration.states(f"fit{of}"):

@@ -41,7 +41,7 @@ def run(examples: Path = EXAMPLES) -> None:
     tokenizer = AutoTokenizer.from_pretrained(examples / "models" / _TARGET)
 
     print(f"1. Fit {_SOURCE} -> {_TARGET} on {texts.name}", flush=True)
-    calibration = Calibration(source, target, tokenizer, texts, tokens=200_000, window=512)
+    calibration = Calibration(source, target, tokenizer, texts, tokens=150_000, window=512)
     translator = fit_translator(calibration, k=8)
     r2 = translator.summary["r2"]
     print(f"   {translator.summary['fit_seconds']} s, held-out R2: keys {r2['keys']:.3f}, values {r2['values']:.3f}\n")
