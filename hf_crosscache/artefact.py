@@ -99,6 +99,13 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
     )
 
 
+def record(folder: Path, entries: dict[str, Any]) -> None:
+    """Add entries to the summary of a saved translator; its tensors stay as they are."""
+    config = _read_config(folder / CONFIG)
+    config["summary"].update(entries)
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
 def push(translator: CacheTranslator, repo_id: str, *, private: bool, dtype: torch.dtype) -> str:
     """Upload a translator; see `CacheTranslator.push_to_hub`."""
     api = HfApi()

@@ -68,7 +68,7 @@ class TranslatedCache(Cache):
                 f"recompute_last = {recompute_last} of a context of {source.length} tokens: 0 to {source.length - 1} expected."
             )
         length = source.length - recompute_last
-        _check_ids(input_ids, source)
+        _check_ids(input_ids, source, target_model)
         sinks = _sinks(translator, source, target_model, input_ids, sink_tokens, length)
         self._hand_off = _HandOff(source, translator, sinks, length, target_model)
         self._prompt_length = None if input_ids is None else input_ids.shape[1]
@@ -103,7 +103,8 @@ class TranslatedCache(Cache):
             raise HandOffError(
                 f"The target was given {new_tokens} tokens that do not start at position {length}, where the translated context "
                 "ends, so their positions would be wrong. Pass generate the whole prompt (context included) with its attention mask, "
-                "longer than the translated context: recompute_last=1 at least where the prompt ends with the context."
+                "longer than the translated context: recompute_last=1 at least where the prompt ends with the context. All prompts of a "
+                "batch must have one length: padded ones are not supported."
             )
 
 
@@ -245,13 +246,20 @@ class _HandOff:
         return self.translator.translate_layer(layer_idx, keys, values, cos, sin)
 
 
-def _check_ids(input_ids: torch.Tensor | None, source: SourceStates) -> None:
+def _check_ids(input_ids: torch.Tensor | None, source: SourceStates, target_model: PreTrainedModel | None) -> None:
     if input_ids is None:
         return
     if input_ids.ndim != 2 or input_ids.shape[0] != source.batch_size or input_ids.shape[1] < source.length:
         raise HandOffError(
             f"input_ids of shape [{source.batch_size}, at least {source.length}] expected, since the source cache holds that context; "
             f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
+        )
+    pad = None if target_model is None else target_model.config.get_text_config(decoder=True).pad_token_id
+    starts_with_padding = (input_ids[:, 0] == pad) if pad is not None else torch.tensor([False])
+    if starts_with_padding.any() and not starts_with_padding.all():
+        raise HandOffError(
+            f"Some prompts of the batch begin with the padding token {pad}: padded batches are not supported, since each row would need "
+            "positions of its own. Hand over prompts of one length together, or one by one."
         )
 
 

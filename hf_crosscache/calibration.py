@@ -17,7 +17,7 @@ from .fitter import LayerStates, PairedStates, Split, Support, TranslatorFitter
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
 from .rope import Rotations, strip_rope
-from .texts import Document, read_documents, token_windows
+from .texts import enough, read_documents, token_windows
 from .translator import CacheTranslator, Opening, all_layers
 
 _LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
@@ -33,7 +33,8 @@ class Calibration:
         tokenizer: shared by both models.
         texts: as `read_documents` takes them: files, strings, or a dataset with a "text" field.
         source_tokenizer: the source's own tokenizer, checked to give the same ids; None where the two share one object.
-        tokens: about how many tokens to fit and validate on.
+        tokens: about how many tokens to fit and validate on; of a very large dataset only the first documents, some ten times as
+            much text, are read.
         window: tokens of one window; positions beyond it are served by the same maps, since they see no positions.
         batch_size: windows that the models read at once.
         sink_tokens: leading positions of a window that are left out of the fit, because they are never translated.
@@ -70,7 +71,7 @@ class Calibration:
         self.target = ModelIdentity.from_model(target_model, tokenizer)
         check_positions(source_model, self.source.geometry)
         check_positions(target_model, self.target.geometry)
-        documents = list(read_documents(texts))
+        documents = list(enough(tokens, read_documents(texts)))
         validation = max(1, tokens // window // 9)
         sizes = {"fit": max(1, tokens // window - validation), "validation": validation}
         self.windows = {
@@ -209,6 +210,3 @@ def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
     if needed <= free // 2:
         return len(plan.target)
     return max(1, len(plan.target) * (free // 2) // needed)
-
-
-__all__ = ["Calibration", "Document", "fit_translator", "layer_states"]

@@ -71,7 +71,7 @@ def _eval(args: argparse.Namespace) -> None:
     if args.csv:
         report.append_csv(args.csv, evaluation, translator, args.translator, target.device, args.commit)
     if args.record:
-        translator.with_summary({"evaluation": evaluation.to_dict()}).save_pretrained(args.translator)
+        artefact.record(args.translator, {"evaluation": evaluation.to_dict()})
 
 
 def _generate(args: argparse.Namespace) -> None:

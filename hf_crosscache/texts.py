@@ -20,6 +20,8 @@ from .errors import CalibrationError
 
 SPLITS = ("fit", "validation", "test")
 _DOCUMENTS_AT_ONCE = 64
+_CHARACTERS_READ = 40  # characters read for each token wanted: ten tokens to choose from
+_DOCUMENTS_READ = 1000  # documents read at least, so that every split has some
 _OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 
 
@@ -75,7 +77,8 @@ def token_windows(
     """Cut the documents of one split into token windows, each starting the way the tokenizer starts a text.
 
     Documents are taken in a random order and share the windows evenly, from random places, so that a few long works do not make up the
-    whole set; only where that does not fill the count do the longer ones give more. The windows depend on the seed and the texts alone.
+    whole set; only where that does not fill the count do the longer ones give more. Of a very long list only the first are read (`enough`).
+    The windows depend on the seed and the texts alone.
 
     Returns:
         `[n, length]` token ids on the CPU, n at most `count`.
@@ -83,7 +86,7 @@ def token_windows(
     Raises:
         CalibrationError: no document of the split is `length` tokens long.
     """
-    chosen = [document for document in documents if document.split == split]
+    chosen = list(enough(count * length, (document for document in documents if document.split == split)))
     rng = random.Random(seed)
     rng.shuffle(chosen)
     opening = opening_ids(tokenizer)
@@ -109,6 +112,16 @@ def token_windows(
             "Give more or longer texts, or a smaller window."
         )
     return torch.tensor(windows)
+
+
+def enough(tokens: int, documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield documents until there are many and they hold about ten times the tokens wanted, so that an endless dataset ends."""
+    characters = 0
+    for number, document in enumerate(documents, 1):
+        yield document
+        characters += len(document.text)
+        if characters >= _CHARACTERS_READ * tokens and number >= _DOCUMENTS_READ:
+            return
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -37,3 +37,15 @@ def test_push_uploads_what_save_writes(monkeypatch, translator):
     assert translator.push_to_hub("me/translator", private=True) == "commit"
     assert seen["repo"] == ("me/translator", {"private": True, "exist_ok": True})
     assert seen["config"]["target"]["name"] == "qwen3-large"
+
+
+def test_recording_a_result_leaves_the_tensors_alone(tmp_path, translator):
+    import torch
+
+    from hf_crosscache import CacheTranslator
+
+    folder = translator.save_pretrained(tmp_path, dtype=torch.float32)
+    before = (folder / "translator.safetensors").read_bytes()
+    artefact.record(folder, {"evaluation": {"arms": []}})
+    assert (folder / "translator.safetensors").read_bytes() == before
+    assert CacheTranslator.from_pretrained(folder).summary == {**translator.summary, "evaluation": {"arms": []}}

@@ -212,6 +212,13 @@ def test_wrong_inputs_are_refused_at_construction():
         TranslatedCache(prefill(other, ids)[0], translator, target_model=model, input_ids=ids)
 
 
+def test_padded_batches_are_refused():
+    model, ids = tiny_model("llama"), random_ids(2, 20)
+    ids[1, :5] = model.config.pad_token_id
+    with pytest.raises(HandOffError, match="padded batches are not supported"):
+        handed_over(model, ids)
+
+
 def test_a_source_cache_that_is_not_finite_is_refused_with_the_layer_named():
     model, ids = tiny_model("llama"), random_ids(1, 20)
     source_cache, _ = prefill(model, ids)

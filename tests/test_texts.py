@@ -1,6 +1,7 @@
 """Documents are held out whole and for ever; windows are cut as the tokenizer starts a text."""
 
 import gzip
+import itertools
 import json
 import lzma
 
@@ -86,3 +87,8 @@ def test_windows_open_with_the_special_tokens_of_the_tokenizer(texts, tokenizer)
 def test_texts_too_short_for_a_window_are_said(tokenizer):
     with pytest.raises(CalibrationError, match="is 512 tokens long"):
         token_windows([Document("short")], tokenizer, split="fit", length=512, count=4)
+
+
+def test_an_endless_dataset_ends(tokenizer):
+    endless = ({"text": f"{i}. " + "the cat sat on the mat. " * 50} for i in itertools.count())
+    assert token_windows(read_documents(endless), tokenizer, split="test", length=32, count=20).shape == (20, 32)
