@@ -76,8 +76,8 @@ class TranslatedCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        """True: the cache holds a context from the start, although its layers are translated later."""
-        return True
+        """True from the start, although the layers are translated later; False once reset."""
+        return all(getattr(layer, "is_initialized", False) or getattr(layer, "is_pending", False) for layer in self.layers)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""

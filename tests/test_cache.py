@@ -122,7 +122,10 @@ def test_after_translation_it_is_a_dynamic_cache_that_holds_the_same_tensors():
             torch.testing.assert_close(mine[0], theirs.keys, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(mine[1], theirs.values, rtol=1e-4, atol=1e-5)
     cache.reset()
-    assert cache.get_seq_length() == 0
+    assert cache.get_seq_length() == 0 and not cache.is_initialized
+    pending = handed_over(model, ids)
+    pending.reset()
+    assert pending.get_seq_length() == 0 and torch.equal(generate(model, ids, pending), generate(model, ids))
 
 
 def test_a_copy_made_before_use_serves_another_continuation():
