@@ -202,7 +202,7 @@ class _HandOff:
         """
         shape = self.translator.target.geometry.layers[layer_idx]
         dtype = self.dtype if like is None else like.dtype
-        device = None if like is None else like.device
+        device = self.source.device if like is None else like.device
         repeats = 1
         if like is not None:
             if like.shape[1] != shape.num_key_value_heads or like.shape[3] != shape.head_dim:
@@ -219,8 +219,8 @@ class _HandOff:
         translated = self._translate_rest(layer_idx, dtype)
         pair = []
         for role, name in enumerate(("keys", "values")):
-            on = self.source.device if device is None else device
-            states = torch.empty((self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim), dtype=dtype, device=on)
+            size = (self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim)
+            states = torch.empty(size, dtype=dtype, device=device)
             if self.sinks is not None:
                 states[:, :, : self.first] = self.sinks[layer_idx][role]
             if translated is not None:
@@ -238,11 +238,11 @@ class _HandOff:
         """Translate the positions after the native ones, None where there are none."""
         if self.first == self.length:
             return None
-        read = self.translator.source_layers(layer_idx)
-        keys = {layer: self.source.keys(layer)[:, :, self.first : self.length] for layer in read}
-        values = {layer: self.source.values(layer)[:, :, self.first : self.length] for layer in read}
-        on = next(iter(values.values())).device
-        cos, sin = self.rotations(self.translator.target.geometry.rotary[layer_idx], dtype, on)
+        rows = slice(self.first, self.length)
+        key_map, value_map = self.translator.keys[layer_idx], self.translator.values[layer_idx]
+        keys = {layer: self.source.keys(layer)[:, :, rows] for layer in key_map.source_layers}
+        values = {layer: self.source.values(layer)[:, :, rows] for layer in value_map.source_layers}
+        cos, sin = self.rotations(self.translator.target.geometry.rotary[layer_idx], dtype, self.source.device)
         return self.translator.translate_layer(layer_idx, keys, values, cos, sin)
 
 
