@@ -1,5 +1,14 @@
 """Kernels of hf_crosscache: a leaf package that needs torch alone, each operation with its plain-torch reference."""
 
-from .reference import map_heads_reference, weighted_products_reference
+from ._launch import backend_for
+from .reference import map_heads_reference, translate_kv_reference, weighted_products_reference
+from .translate import translate_kv, weight_dtypes
 
-__all__ = ["map_heads_reference", "weighted_products_reference"]
+__all__ = [
+    "backend_for",
+    "map_heads_reference",
+    "translate_kv",
+    "translate_kv_reference",
+    "weight_dtypes",
+    "weighted_products_reference",
+]

@@ -66,3 +66,77 @@ def weighted_products_reference(
     shared = y.shape[0] == 1 and x.shape[0] > 1
     xy = torch.einsum("gni,nm->gim", xw, y[0]) if shared else xw.transpose(1, 2) @ y
     return xx, xy, (yw * y).sum(1), xw.sum(1), yw.sum(1), total
+
+
+def translate_kv_reference(
+    source_keys: Sequence[torch.Tensor],
+    source_values: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    key_weight: torch.Tensor,
+    value_weight: torch.Tensor,
+    bias: torch.Tensor,
+    source_cos: torch.Tensor,
+    source_sin: torch.Tensor,
+    source_tables: torch.Tensor,
+    source_positions: torch.Tensor,
+    target_cos: torch.Tensor,
+    target_sin: torch.Tensor,
+    target_tables: torch.Tensor,
+    target_positions: torch.Tensor,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+    flags: torch.Tensor,
+) -> None:
+    """Translate some positions for N target layers, all of them or one.
+
+        key[l, h]   = R_t(p) ( [ R_s(p')^-1 key_src(b) for b in blocks[0, l, h] ] @ key_weight[l, h] + bias[0, l, h] )
+        value[l, h] = [ value_src(b) for b in blocks[1, l, h] ] @ value_weight[l, h] + bias[1, l, h]
+
+    where R turns the pair (x[j], x[j + R/2]) by the model's cos and sin, and R^-1 divides by cos^2 + sin^2, which takes attention
+    scaling off. The two rotations are never folded into one by the difference of their angles: they do not commute with the weight.
+
+    Args:
+        source_keys, source_values: per source layer `[B, H_src, T, D_src]`, keys as cached, any floating dtype.
+        blocks: int32 `[2, N, G, k, 2]` the source heads (layer, head) of keys and of values; G = H, or 1 where all heads read the same.
+        key_weight, value_weight: `[N, H, k * D_src, D]`.
+        bias: float32 `[2, N, H, D]`.
+        source_cos, source_sin: `[S, P, R_src/2]` S rotary tables over positions 0 to P - 1, attention scaling included.
+        source_tables: int32 `[layers of the source]` the table of each layer.
+        source_positions: integer `[B or 1, T]` where the source saw the tokens.
+        target_cos, target_sin, target_tables `[N]`, target_positions: the same of the target.
+        out_keys, out_values: `[N, B, H, T, D]`, any strides; written in full.
+        flags: int32 `[2, N]`; set to 1 where keys (0) or values (1) of a layer are not finite in the output's dtype, else left alone.
+
+    Precision: products and sums in float32, one cast to the dtype of the outputs.
+    """
+    for n in range(out_keys.shape[0]):
+        for role, (source, weight, out) in enumerate(((source_keys, key_weight, out_keys), (source_values, value_weight, out_values))):
+            heads = [[(layer, head) for layer, head in group] for group in blocks[role, n].tolist()]
+            states = {layer: source[layer] for group in heads for layer, _ in group}
+            if role == 0:
+                states = {
+                    layer: _turn_back(keys, *_rows(source_cos, source_sin, source_tables[layer], source_positions))
+                    for layer, keys in states.items()
+                }
+            mapped = torch.empty(out[n].shape, dtype=torch.float32, device=out.device)
+            map_heads_reference(states, heads, weight[n].float(), bias[role, n], mapped)
+            if role == 0:
+                mapped = _turn_on(mapped, *_rows(target_cos, target_sin, target_tables[n], target_positions))
+            out[n] = mapped.to(out.dtype)
+            flags[role, n] |= (~out[n].isfinite().all()).to(flags.dtype)
+
+
+def _rows(cos: torch.Tensor, sin: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    at = positions.long()
+    return cos[table][at].float()[:, None], sin[table][at].float()[:, None]  # [B, 1, T, R/2]
+
+
+def _turn_back(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    norm = cos.square() + sin.square()
+    return _turn_on(keys.float(), cos / norm, -sin / norm)
+
+
+def _turn_on(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    a, b, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)

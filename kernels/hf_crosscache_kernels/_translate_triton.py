@@ -1,0 +1,287 @@
+"""Triton kernels behind `translate_kv`: one turns source keys back to position zero, one gathers, maps, rotates and writes."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def strip_kernel(
+    layers,  # int64 [layers]: address of each layer's keys as cached, [B, H, T, DIM]
+    tables,  # int32 [layers]: rotary table of each layer
+    cos_table,  # [tables, positions, ROTARY / 2]
+    sin_table,
+    positions,  # int [B or 1, T]
+    out,  # [layers, B, H, capacity, DIM] contiguous
+    begin,  # the first token to read
+    tokens,  # how many
+    capacity,
+    token_blocks,
+    batch,
+    heads,
+    stride_b,
+    stride_h,
+    stride_t,
+    position_stride,
+    table_size,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Strip one (layer, batch row, head, block of tokens) in float32: a' = (a cos + b sin) / (cos^2 + sin^2), b' = (b cos - a sin) / ..."""
+    HALF: tl.constexpr = ROTARY // 2
+    CHUNK: tl.constexpr = _chunk(HALF)
+    REST: tl.constexpr = DIM - ROTARY
+    program = tl.program_id(0)
+    start = (program % token_blocks) * BLOCK_T
+    unit = (program // token_blocks).to(tl.int64)
+    head, row, layer = unit % heads, unit // heads % batch, unit // heads // batch
+    offsets = tl.arange(0, BLOCK_T)
+    in_context = start + offsets < tokens
+    at = tl.load(positions + row * position_stride + begin + start + offsets, mask=in_context, other=0).to(tl.int64) * HALF
+    at += tl.load(tables + layer) * table_size
+    states = tl.multiple_of(tl.load(layers + layer).to(tl.pointer_type(DTYPE)), 16)
+    states += row * stride_b + head * stride_h + (begin + start).to(tl.int64) * stride_t
+    out += (unit * capacity + start) * DIM
+    for first in tl.static_range(0, HALF, CHUNK):
+        column = first + tl.arange(0, CHUNK)
+        ok = in_context[:, None] & (column < HALF)[None, :]
+        cos = tl.load(cos_table + at[:, None] + column[None, :], mask=ok, other=1.0).to(tl.float32)
+        sin = tl.load(sin_table + at[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
+        norm = 1.0 / (cos * cos + sin * sin)
+        read = states + (offsets * stride_t)[:, None] + column[None, :]
+        a = tl.load(read, mask=ok, other=0.0).to(tl.float32)
+        b = tl.load(read + HALF, mask=ok, other=0.0).to(tl.float32)
+        write = out + (offsets * DIM)[:, None] + column[None, :]
+        tl.store(write, ((a * cos + b * sin) * norm).to(out.dtype.element_ty), mask=ok)
+        tl.store(write + HALF, ((b * cos - a * sin) * norm).to(out.dtype.element_ty), mask=ok)
+    if REST > 0:
+        for first in tl.static_range(0, REST, _chunk(REST)):
+            column = first + tl.arange(0, _chunk(REST))
+            ok = in_context[:, None] & (column < REST)[None, :]
+            x = tl.load(states + ROTARY + (offsets * stride_t)[:, None] + column[None, :], mask=ok, other=0.0)
+            tl.store(out + ROTARY + (offsets * DIM)[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def map_kernel(
+    layers,  # int64 [2, layers of the source]: addresses of pre-RoPE keys, and of values, [B, H, T, SOURCE_DIM]
+    blocks,  # int32 [2, N, G, K, 2]: (layer, head) of every source head that a target head reads
+    key_weight,  # [N, H, K * SOURCE_DIM, TARGET_DIM]
+    value_weight,
+    bias,  # float32 [2, N, H, TARGET_DIM]
+    cos_table,  # [tables, positions, ROTARY / 2] of the target
+    sin_table,
+    tables,  # int32 [N]
+    positions,  # int [B or 1, T]
+    out_keys,  # [N, B, H, T, TARGET_DIM]
+    out_values,
+    flags,  # int32 [2, N]: raised where a state is not finite
+    begin,  # the first token to write
+    key_begin,  # where its keys are
+    tokens,  # how many
+    token_blocks,
+    batch,
+    num_layers,
+    source_layers,
+    heads,
+    near,  # blocks of tokens that all layers translate before the next ones
+    key_stride_b,
+    key_stride_h,
+    key_stride_t,
+    value_stride_b,
+    value_stride_h,
+    value_stride_t,
+    out_key_stride_n,
+    out_key_stride_b,
+    out_key_stride_h,
+    out_key_stride_t,
+    out_value_stride_n,
+    out_value_stride_b,
+    out_value_stride_h,
+    out_value_stride_t,
+    position_stride,
+    table_size,
+    GROUPS: tl.constexpr,  # G: H, or 1 where all heads read the same
+    K: tl.constexpr,
+    SOURCE_DIM: tl.constexpr,
+    TARGET_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+    KEY_OPERAND: tl.constexpr,  # dtype of the products
+    VALUE_OPERAND: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write one (role, batch row, layer, block of tokens, head).
+
+    All heads of all layers translate a few blocks of tokens before the next ones: what they read of the source stays in the L2 cache.
+    """
+    program = tl.program_id(0)
+    head = program % heads
+    program = program // heads
+    nearby = program % near
+    program = program // near
+    layer = (program % num_layers).to(tl.int64)
+    program = program // num_layers
+    far = tl.cdiv(token_blocks, near)
+    token_block = (program % far) * near + nearby
+    program = program // far
+    row = (program % batch).to(tl.int64)
+    role = program // batch
+    if token_block >= token_blocks:
+        return
+
+    start = token_block * BLOCK_T
+    offsets = tl.arange(0, BLOCK_T)
+    in_context = start + offsets < tokens
+    wide = (begin + start).to(tl.int64)
+    read = blocks + ((role * num_layers + layer) * GROUPS + (head if GROUPS > 1 else 0)) * K * 2
+    weights = (layer * heads + head) * K * SOURCE_DIM * TARGET_DIM
+    bias += ((role * num_layers + layer) * heads + head) * TARGET_DIM
+    if role == 0:
+        pointers = _pointers(layers, read, key_stride_h * KEY_DTYPE.primitive_bitwidth // 8, K)
+        first = row * key_stride_b + (key_begin + start).to(tl.int64) * key_stride_t
+        columns = _paired_columns(BLOCK_N, TARGET_DIM, ROTARY)
+        column_ok = tl.arange(0, BLOCK_N) % (BLOCK_N // 2) < TARGET_DIM // 2
+        acc = _map(
+            pointers, first, offsets * key_stride_t, in_context, key_weight + weights, columns, column_ok,
+            K, SOURCE_DIM, TARGET_DIM, KEY_DTYPE, KEY_OPERAND, PRECISION,
+        )  # fmt: skip
+        acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
+        _flag(acc, flags + layer, out_keys.dtype.element_ty == tl.float16)
+        out = out_keys + layer * out_key_stride_n + row * out_key_stride_b + head.to(tl.int64) * out_key_stride_h + wide * out_key_stride_t
+        if ROTARY == 0:
+            ok = in_context[:, None] & column_ok[None, :]
+            tl.store(out + (offsets * out_key_stride_t)[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=ok)
+        else:
+            table = tl.load(tables + layer) * table_size
+            cos_table += table
+            sin_table += table
+            positions += row * position_stride + begin + start
+            left = tokens - start
+            if BLOCK_T > 128:  # in two halves: the registers of a whole one would spill
+                HALF_T: tl.constexpr = BLOCK_T // 2
+                top, bottom = tl.split(tl.permute(tl.reshape(acc, (2, HALF_T, BLOCK_N)), (1, 2, 0)))
+                _store_rotated(top, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
+                _store_rotated(bottom, out, out_key_stride_t, HALF_T, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
+            else:
+                _store_rotated(acc, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
+    else:
+        pointers = _pointers(layers + source_layers, read, value_stride_h * VALUE_DTYPE.primitive_bitwidth // 8, K)
+        first = row * value_stride_b + wide * value_stride_t
+        columns = tl.arange(0, BLOCK_N)
+        column_ok = columns < TARGET_DIM
+        acc = _map(
+            pointers, first, offsets * value_stride_t, in_context, value_weight + weights, columns, column_ok,
+            K, SOURCE_DIM, TARGET_DIM, VALUE_DTYPE, VALUE_OPERAND, PRECISION,
+        )  # fmt: skip
+        acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
+        _flag(acc, flags + num_layers + layer, out_values.dtype.element_ty == tl.float16)
+        out = out_values + layer * out_value_stride_n + row * out_value_stride_b + head.to(tl.int64) * out_value_stride_h
+        out += wide * out_value_stride_t
+        ok = in_context[:, None] & column_ok[None, :]
+        tl.store(out + (offsets * out_value_stride_t)[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _map(
+    pointers, first, row_offsets, in_context, weight, columns, column_ok,
+    K: tl.constexpr, SOURCE_DIM: tl.constexpr, TARGET_DIM: tl.constexpr,
+    DTYPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of every gathered head with its rows of the weight, `[BLOCK_T, BLOCK_N]` float32."""
+    CHUNK: tl.constexpr = _chunk(SOURCE_DIM)
+    CHUNKS: tl.constexpr = (SOURCE_DIM + CHUNK - 1) // CHUNK
+    acc = tl.zeros((row_offsets.shape[0], columns.shape[0]), dtype=tl.float32)
+    for i in range(K * CHUNKS):
+        block = i // CHUNKS
+        column = (i % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+        # picked from registers: an address loaded in here would keep the states' own loads from running ahead
+        address = tl.sum(tl.where(tl.arange(0, pointers.shape[0]) == block, pointers, 0), axis=0)
+        states = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + first
+        read = states + row_offsets[:, None] + column[None, :]
+        rows = weight + ((block * SOURCE_DIM + column) * TARGET_DIM)[:, None] + columns[None, :]
+        if SOURCE_DIM % CHUNK == 0:
+            x = tl.load(read, mask=in_context[:, None], other=0.0)
+        else:
+            x = tl.load(read, mask=in_context[:, None] & (column < SOURCE_DIM)[None, :], other=0.0)
+        if SOURCE_DIM % CHUNK == 0 and TARGET_DIM == columns.shape[0]:
+            w = tl.load(rows)
+        else:
+            w = tl.load(rows, mask=(column < SOURCE_DIM)[:, None] & column_ok[None, :], other=0.0)
+        acc = tl.dot(x.to(OPERAND), w.to(OPERAND), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _pointers(layers, blocks, head_bytes, K: tl.constexpr):
+    """Load the addresses of the K heads, of their first batch row."""
+    k = tl.arange(0, triton.next_power_of_2(K))
+    layer = tl.load(blocks + 2 * k, mask=k < K, other=0)
+    head = tl.load(blocks + 2 * k + 1, mask=k < K, other=0).to(tl.int64)
+    return tl.load(layers + layer, mask=k < K, other=0) + head * head_bytes
+
+
+@triton.jit
+def _flag(acc, flag, FLOAT16: tl.constexpr):
+    """Raise the flag if a row is not finite. A sum a row is the cheapest test, and no flag is touched while all is well."""
+    rows = tl.sum(acc, axis=1)
+    bad = (tl.abs(rows) <= 3.0e38) == 0
+    if FLOAT16:
+        bad = bad | (tl.max(tl.abs(acc), axis=1) > 65504.0)
+    tl.atomic_max(flag + tl.zeros_like(rows).to(tl.int32), tl.full(rows.shape, 1, tl.int32), mask=bad)
+
+
+@triton.jit
+def _store_rotated(acc, out, stride, skip, left, cos_rows, sin_rows, positions, DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """Rotate the two halves of every row against each other and write them.
+
+    acc: `[BLOCK_T, BLOCK_N]` mapped keys of the rows from `skip` on; left: rows of the context from row 0 of `out` on.
+    """
+    BLOCK_T: tl.constexpr = acc.shape[0]
+    HALF_N: tl.constexpr = acc.shape[1] // 2
+    HALF: tl.constexpr = ROTARY // 2
+    row = skip + tl.arange(0, BLOCK_T)
+    in_context = row < left
+    at = tl.load(positions + row, mask=in_context, other=0).to(tl.int64) * HALF
+    a, b = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, HALF_N)), (0, 2, 1)))
+    pair = tl.arange(0, HALF_N)
+    if HALF == HALF_N:
+        turns = in_context[:, None]
+    else:
+        turns = in_context[:, None] & (pair < HALF)[None, :]
+    cos = tl.load(cos_rows + at[:, None] + pair[None, :], mask=turns, other=1.0).to(tl.float32)
+    sin = tl.load(sin_rows + at[:, None] + pair[None, :], mask=turns, other=0.0).to(tl.float32)
+    if DIM == ROTARY:
+        first, second = pair, pair + HALF
+    else:
+        first, second = tl.where(pair < HALF, pair, pair + HALF), pair + tl.where(pair < HALF, HALF, DIM // 2)
+    if DIM == 2 * HALF_N:
+        ok = in_context[:, None]
+    else:
+        ok = in_context[:, None] & (pair < DIM // 2)[None, :]
+    rows = out + (row * stride)[:, None]
+    tl.store(rows + first[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=ok)
+    tl.store(rows + second[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _paired_columns(BLOCK_N: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr):
+    """Order the output columns so that the two that rotate together lie half a block apart."""
+    n = tl.arange(0, BLOCK_N)
+    pair, second = n % (BLOCK_N // 2), n // (BLOCK_N // 2)
+    if ROTARY == DIM or ROTARY == 0:
+        return pair + second * (DIM // 2)
+    return tl.where(pair < ROTARY // 2, pair + second * (ROTARY // 2), pair + tl.where(second == 0, ROTARY // 2, DIM // 2))
+
+
+@triton.constexpr_function
+def _chunk(width):
+    """Columns handled at once: a power of two from 16 to 64 that divides the width, else the next power of two, masked."""
+    for chunk in (64, 32, 16):
+        if width % chunk == 0:
+            return chunk
+    return min(64, max(16, triton.next_power_of_2(width)))
