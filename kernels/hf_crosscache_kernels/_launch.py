@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
 BACKEND = "HF_CROSSCACHE_BACKEND"
 _OLDEST_TRITON = (3, 5)
+_LIBRARY = torch.library.Library("hf_crosscache", "DEF")
 _ALIGNMENT = 16  # bytes: what the kernels assume of every row that they read
 
 
@@ -50,25 +52,35 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def readable(layers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `[B, H, T, D]` tensors that share their strides and start every row at 16 bytes, copying only those that do not.
+def readable(layers: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
+    """Return `[B, H, T, D]` tensors that share their strides and start every row at 16 bytes, copying them if need be, and their addresses.
 
     A kernel reads all layers through one set of strides; the layers of one cache have one as a rule.
     """
-    strides = layers[0].stride()
-    aligned = strides[-1] == 1 and all(stride * layers[0].element_size() % _ALIGNMENT == 0 for stride in strides[:-1])
-    if aligned and all(layer.stride() == strides and layer.data_ptr() % _ALIGNMENT == 0 for layer in layers):
-        return list(layers)
-    copies = [layer.contiguous() for layer in layers]
-    return [copy.clone() if copy.data_ptr() % _ALIGNMENT else copy for copy in copies]
+    strides, bytes_each = layers[0].stride(), layers[0].element_size()
+    pointers = [layer.data_ptr() for layer in layers]
+    starts = strides[-1] == 1 and all(stride * bytes_each % _ALIGNMENT == 0 for stride in strides[:-1])
+    if starts and not any(pointer % _ALIGNMENT for pointer in pointers) and all([layer.stride() == strides for layer in layers]):
+        return layers, pointers
+    copies = [layer.clone(memory_format=torch.contiguous_format) for layer in layers]
+    return copies, [copy.data_ptr() for copy in copies]
 
 
-def addresses(*rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the addresses of some lists of tensors, one row a list, as int64 on their device."""
-    table = torch.tensor([[layer.data_ptr() for layer in row] for row in rows], dtype=torch.int64)
-    return table.to(rows[0][0].device, non_blocking=True)
+def register(name: str, implementation: Callable[..., None], mutates: Sequence[str]) -> Callable[..., None]:
+    """Register an operation that writes into some of its arguments with torch, as `torch.ops.hf_crosscache.<name>`, and return it."""
+    _LIBRARY.define(name + torch.library.infer_schema(implementation, mutates_args=mutates))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"hf_crosscache::{name}", lambda *args: None, lib=_LIBRARY)
+    return getattr(torch.ops.hf_crosscache, name).default
 
 
 def row_stride(positions: torch.Tensor) -> int:
     """Return the stride from one batch row of positions to the next, 0 where one row serves all."""
     return positions.stride(0) if positions.shape[0] > 1 else 0
+
+
+def name_of(dtype: torch.dtype) -> Any:
+    """Return triton's name of a dtype."""
+    import triton.language as tl
+
+    return getattr(tl, str(dtype).removeprefix("torch."))

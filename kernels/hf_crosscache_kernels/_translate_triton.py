@@ -1,96 +1,35 @@
-"""Triton kernels behind `translate_kv`: one turns source keys back to position zero, one gathers, maps, rotates and writes."""
+"""The Triton kernel behind `translate_kv`: gather source heads, map them, rotate the keys and write, all in one launch."""
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def strip_kernel(
-    layers,  # int64 [layers]: address of each layer's keys as cached, [B, H, T, DIM]
-    tables,  # int32 [layers]: rotary table of each layer
-    cos_table,  # [tables, positions, ROTARY / 2]
-    sin_table,
-    positions,  # int [B or 1, T]
-    out,  # [layers, B, H, capacity, DIM] contiguous
-    begin,  # the first token to read
-    tokens,  # how many
-    capacity,
-    token_blocks,
-    batch,
-    heads,
-    stride_b,
-    stride_h,
-    stride_t,
-    position_stride,
-    table_size,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
-    """Strip one (layer, batch row, head, block of tokens) in float32: a' = (a cos + b sin) / (cos^2 + sin^2), b' = (b cos - a sin) / ..."""
-    HALF: tl.constexpr = ROTARY // 2
-    CHUNK: tl.constexpr = _chunk(HALF)
-    REST: tl.constexpr = DIM - ROTARY
-    program = tl.program_id(0)
-    start = (program % token_blocks) * BLOCK_T
-    unit = (program // token_blocks).to(tl.int64)
-    head, row, layer = unit % heads, unit // heads % batch, unit // heads // batch
-    offsets = tl.arange(0, BLOCK_T)
-    in_context = start + offsets < tokens
-    at = tl.load(positions + row * position_stride + begin + start + offsets, mask=in_context, other=0).to(tl.int64) * HALF
-    at += tl.load(tables + layer) * table_size
-    states = tl.multiple_of(tl.load(layers + layer).to(tl.pointer_type(DTYPE)), 16)
-    states += row * stride_b + head * stride_h + (begin + start).to(tl.int64) * stride_t
-    out += (unit * capacity + start) * DIM
-    for first in tl.static_range(0, HALF, CHUNK):
-        column = first + tl.arange(0, CHUNK)
-        ok = in_context[:, None] & (column < HALF)[None, :]
-        cos = tl.load(cos_table + at[:, None] + column[None, :], mask=ok, other=1.0).to(tl.float32)
-        sin = tl.load(sin_table + at[:, None] + column[None, :], mask=ok, other=0.0).to(tl.float32)
-        norm = 1.0 / (cos * cos + sin * sin)
-        read = states + (offsets * stride_t)[:, None] + column[None, :]
-        a = tl.load(read, mask=ok, other=0.0).to(tl.float32)
-        b = tl.load(read + HALF, mask=ok, other=0.0).to(tl.float32)
-        write = out + (offsets * DIM)[:, None] + column[None, :]
-        tl.store(write, ((a * cos + b * sin) * norm).to(out.dtype.element_ty), mask=ok)
-        tl.store(write + HALF, ((b * cos - a * sin) * norm).to(out.dtype.element_ty), mask=ok)
-    if REST > 0:
-        for first in tl.static_range(0, REST, _chunk(REST)):
-            column = first + tl.arange(0, _chunk(REST))
-            ok = in_context[:, None] & (column < REST)[None, :]
-            x = tl.load(states + ROTARY + (offsets * stride_t)[:, None] + column[None, :], mask=ok, other=0.0)
-            tl.store(out + ROTARY + (offsets * DIM)[:, None] + column[None, :], x.to(out.dtype.element_ty), mask=ok)
+from ._strip_triton import columns_at_once
 
 
 @triton.jit
 def map_kernel(
-    layers,  # int64 [2, layers of the source]: addresses of pre-RoPE keys, and of values, [B, H, T, SOURCE_DIM]
-    blocks,  # int32 [2, N, G, K, 2]: (layer, head) of every source head that a target head reads
+    located,  # int64 [N, 2, G, K]: address of every source head that a target head reads, of its first batch row
     key_weight,  # [N, H, K * SOURCE_DIM, TARGET_DIM]
     value_weight,
-    bias,  # float32 [2, N, H, TARGET_DIM]
+    bias,  # float32 [N, 2, H, TARGET_DIM]
     cos_table,  # [tables, positions, ROTARY / 2] of the target
     sin_table,
     tables,  # int32 [N]
     positions,  # int [B or 1, T]
     out_keys,  # [N, B, H, T, TARGET_DIM]
     out_values,
-    flags,  # int32 [2, N]: raised where a state is not finite
+    flags,  # int32 [N, 2]: raised where a state is not finite
     begin,  # the first token to write
     key_begin,  # where its keys are
     tokens,  # how many
     token_blocks,
     batch,
     num_layers,
-    source_layers,
     heads,
     near,  # blocks of tokens that all layers translate before the next ones
     key_stride_b,
-    key_stride_h,
     key_stride_t,
     value_stride_b,
-    value_stride_h,
     value_stride_t,
     out_key_stride_n,
     out_key_stride_b,
@@ -138,11 +77,12 @@ def map_kernel(
     offsets = tl.arange(0, BLOCK_T)
     in_context = start + offsets < tokens
     wide = (begin + start).to(tl.int64)
-    read = blocks + ((role * num_layers + layer) * GROUPS + (head if GROUPS > 1 else 0)) * K * 2
+    k = tl.arange(0, triton.next_power_of_2(K))
+    group = (layer * 2 + role) * GROUPS + (head if GROUPS > 1 else 0)
+    pointers = tl.load(located + group * K + k, mask=k < K, other=0)
     weights = (layer * heads + head) * K * SOURCE_DIM * TARGET_DIM
-    bias += ((role * num_layers + layer) * heads + head) * TARGET_DIM
+    bias += ((layer * 2 + role) * heads + head) * TARGET_DIM
     if role == 0:
-        pointers = _pointers(layers, read, key_stride_h * KEY_DTYPE.primitive_bitwidth // 8, K)
         first = row * key_stride_b + (key_begin + start).to(tl.int64) * key_stride_t
         columns = _paired_columns(BLOCK_N, TARGET_DIM, ROTARY)
         column_ok = tl.arange(0, BLOCK_N) % (BLOCK_N // 2) < TARGET_DIM // 2
@@ -151,7 +91,7 @@ def map_kernel(
             K, SOURCE_DIM, TARGET_DIM, KEY_DTYPE, KEY_OPERAND, PRECISION,
         )  # fmt: skip
         acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
-        _flag(acc, flags + layer, out_keys.dtype.element_ty == tl.float16)
+        _flag(acc, flags + 2 * layer, out_keys.dtype.element_ty == tl.float16)
         out = out_keys + layer * out_key_stride_n + row * out_key_stride_b + head.to(tl.int64) * out_key_stride_h + wide * out_key_stride_t
         if ROTARY == 0:
             ok = in_context[:, None] & column_ok[None, :]
@@ -170,7 +110,6 @@ def map_kernel(
             else:
                 _store_rotated(acc, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
     else:
-        pointers = _pointers(layers + source_layers, read, value_stride_h * VALUE_DTYPE.primitive_bitwidth // 8, K)
         first = row * value_stride_b + wide * value_stride_t
         columns = tl.arange(0, BLOCK_N)
         column_ok = columns < TARGET_DIM
@@ -179,7 +118,7 @@ def map_kernel(
             K, SOURCE_DIM, TARGET_DIM, VALUE_DTYPE, VALUE_OPERAND, PRECISION,
         )  # fmt: skip
         acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
-        _flag(acc, flags + num_layers + layer, out_values.dtype.element_ty == tl.float16)
+        _flag(acc, flags + 2 * layer + 1, out_values.dtype.element_ty == tl.float16)
         out = out_values + layer * out_value_stride_n + row * out_value_stride_b + head.to(tl.int64) * out_value_stride_h
         out += wide * out_value_stride_t
         ok = in_context[:, None] & column_ok[None, :]
@@ -193,7 +132,7 @@ def _map(
     DTYPE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sum the products of every gathered head with its rows of the weight, `[BLOCK_T, BLOCK_N]` float32."""
-    CHUNK: tl.constexpr = _chunk(SOURCE_DIM)
+    CHUNK: tl.constexpr = columns_at_once(SOURCE_DIM)
     CHUNKS: tl.constexpr = (SOURCE_DIM + CHUNK - 1) // CHUNK
     acc = tl.zeros((row_offsets.shape[0], columns.shape[0]), dtype=tl.float32)
     for i in range(K * CHUNKS):
@@ -214,15 +153,6 @@ def _map(
             w = tl.load(rows, mask=(column < SOURCE_DIM)[:, None] & column_ok[None, :], other=0.0)
         acc = tl.dot(x.to(OPERAND), w.to(OPERAND), acc, input_precision=PRECISION)
     return acc
-
-
-@triton.jit
-def _pointers(layers, blocks, head_bytes, K: tl.constexpr):
-    """Load the addresses of the K heads, of their first batch row."""
-    k = tl.arange(0, triton.next_power_of_2(K))
-    layer = tl.load(blocks + 2 * k, mask=k < K, other=0)
-    head = tl.load(blocks + 2 * k + 1, mask=k < K, other=0).to(tl.int64)
-    return tl.load(layers + layer, mask=k < K, other=0) + head * head_bytes
 
 
 @triton.jit
@@ -276,12 +206,3 @@ def _paired_columns(BLOCK_N: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constex
     if ROTARY == DIM or ROTARY == 0:
         return pair + second * (DIM // 2)
     return tl.where(pair < ROTARY // 2, pair + second * (ROTARY // 2), pair + tl.where(second == 0, ROTARY // 2, DIM // 2))
-
-
-@triton.constexpr_function
-def _chunk(width):
-    """Columns handled at once: a power of two from 16 to 64 that divides the width, else the next power of two, masked."""
-    for chunk in (64, 32, 16):
-        if width % chunk == 0:
-            return chunk
-    return min(64, max(16, triton.next_power_of_2(width)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from ._launch import addresses, backend_for, interpreting, readable, row_stride
+from ._launch import backend_for, interpreting, name_of, readable, register, row_stride
 from .reference import translate_kv_reference
 
 _SCRATCH_BYTES = 512 << 20  # of pre-RoPE keys that are held at once
@@ -24,7 +25,6 @@ def weight_dtypes(states: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     return (torch.float32, torch.float32) if states == torch.float32 else (torch.float16, states)
 
 
-@torch.library.custom_op("hf_crosscache::translate_kv", mutates_args=("out_keys", "out_values", "flags"))
 def translate_kv(
     source_keys: Sequence[torch.Tensor],
     source_values: Sequence[torch.Tensor],
@@ -51,62 +51,120 @@ def translate_kv(
     `weight_dtypes`, to which weights of another dtype are cast first, and are summed in float32; float32 states in three TF32 products.
     Elsewhere the reference runs.
     """
+    _translate_kv(
+        source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
+        target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags,
+    )  # fmt: skip
+
+
+def _run(
+    source_keys: Sequence[torch.Tensor],
+    source_values: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    key_weight: torch.Tensor,
+    value_weight: torch.Tensor,
+    bias: torch.Tensor,
+    source_cos: torch.Tensor,
+    source_sin: torch.Tensor,
+    source_tables: torch.Tensor,
+    source_positions: torch.Tensor,
+    target_cos: torch.Tensor,
+    target_sin: torch.Tensor,
+    target_tables: torch.Tensor,
+    target_positions: torch.Tensor,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+    flags: torch.Tensor,
+) -> None:
+    arguments = (
+        source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
+        target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags,
+    )  # fmt: skip
     if backend_for(out_keys.device) == "reference":
-        translate_kv_reference(
-            source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
-            target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags,
-        )  # fmt: skip
-        return
+        translate_kv_reference(*arguments)
+    else:
+        with torch.cuda.device_of(out_keys):
+            _launch(*arguments)
+
+
+def _launch(
+    source_keys: Sequence[torch.Tensor],
+    source_values: Sequence[torch.Tensor],
+    blocks: torch.Tensor,
+    key_weight: torch.Tensor,
+    value_weight: torch.Tensor,
+    bias: torch.Tensor,
+    source_cos: torch.Tensor,
+    source_sin: torch.Tensor,
+    source_tables: torch.Tensor,
+    source_positions: torch.Tensor,
+    target_cos: torch.Tensor,
+    target_sin: torch.Tensor,
+    target_tables: torch.Tensor,
+    target_positions: torch.Tensor,
+    out_keys: torch.Tensor,
+    out_values: torch.Tensor,
+    flags: torch.Tensor,
+) -> None:
     import triton
 
-    from ._translate_triton import map_kernel, strip_kernel
+    from ._strip_triton import strip_kernel
+    from ._translate_triton import map_kernel
 
-    keys, values = readable(source_keys), readable(source_values)
+    (keys, rotated), (values, value_addresses) = readable(source_keys), readable(source_values)
     num_layers, batch, heads, tokens, target_dim = out_keys.shape
     source_heads, source_dim = keys[0].shape[1], keys[0].shape[3]
     groups, k = blocks.shape[2:4]
     rotary = 2 * source_cos.shape[2]
-    key_dtype, value_dtype = weight_dtypes(keys[0].dtype)
-    operands = (torch.float32, torch.float32) if interpreting() else (key_dtype, value_dtype)  # the interpreter has no bfloat16 products
-    part = tokens
+    key_operand, value_operand = weight_dtypes(keys[0].dtype)
+    key_dtype = key_operand
+    operands = (torch.float32, torch.float32) if interpreting() else (key_operand, value_operand)  # it has no bfloat16 products
+    part, key_strides = tokens, keys[0].stride()
+    key_addresses = rotated
     if rotary:
-        token_bytes = len(keys) * batch * source_heads * source_dim * key_dtype.itemsize
-        part = min(tokens, max(128, _SCRATCH_BYTES // token_bytes))
-        scratch = list(keys[0].new_empty((len(keys), batch, source_heads, part, source_dim), dtype=key_dtype))
+        layer_elements = batch * source_heads * source_dim  # of one token
+        part = min(tokens, max(_STRIP_BLOCK, _SCRATCH_BYTES // (len(keys) * layer_elements * key_dtype.itemsize)))
+        scratch = keys[0].new_empty((len(keys), batch, source_heads, part, source_dim), dtype=key_dtype)
+        key_strides = scratch.stride()[1:]
+        step = scratch.stride(0) * key_dtype.itemsize
+        key_addresses = [scratch.data_ptr() + step * layer for layer in range(len(keys))]
     else:
-        scratch = keys
-    pointers = addresses(keys, scratch, values)
+        key_dtype = keys[0].dtype
+    reads = blocks.cpu().numpy()
+    head_bytes = key_strides[1] * key_dtype.itemsize, values[0].stride(1) * values[0].element_size()
+    located = np.empty(reads.shape[:-1], dtype=np.int64)
+    for role, starts in enumerate((key_addresses, value_addresses)):
+        located[:, role] = np.array(starts)[reads[:, role, ..., 0]] + head_bytes[role] * reads[:, role, ..., 1].astype(np.int64)
+    table = torch.from_numpy(np.concatenate((rotated, located.ravel()))).to(out_keys.device, non_blocking=True)
     schedule = _schedule(values[0].dtype, target_dim, tokens, shared=groups == 1 and heads > 1)
     block_t = schedule["BLOCK_T"]
     maps = (
-        blocks.contiguous(), key_weight.to(key_dtype).contiguous(), value_weight.to(value_dtype).contiguous(), bias.contiguous(),
+        table[len(keys) :], key_weight.to(key_operand).contiguous(), value_weight.to(value_operand).contiguous(), bias.contiguous(),
         target_cos.contiguous(), target_sin.contiguous(), target_tables, target_positions, out_keys, out_values, flags,
     )  # fmt: skip
-    source_cos, source_sin = source_cos.contiguous(), source_sin.contiguous()
+    strips = (table, source_tables, source_cos.contiguous(), source_sin.contiguous(), source_positions, bias)
     for begin in range(0, tokens, part):
         length = min(part, tokens - begin)
         if rotary:
             strip_blocks = triton.cdiv(length, _STRIP_BLOCK)
             strip_kernel[(len(keys) * batch * source_heads * strip_blocks,)](
-                pointers[0], source_tables, source_cos, source_sin, source_positions, scratch[0], begin, length, part, strip_blocks,
-                batch, source_heads, *keys[0].stride()[:3], row_stride(source_positions), source_cos.shape[1] * source_cos.shape[2],
-                DIM=source_dim, ROTARY=rotary, DTYPE=_name(keys[0].dtype), BLOCK_T=_STRIP_BLOCK, num_warps=8,
+                *strips, scratch, begin, length, strip_blocks, batch, source_heads, *keys[0].stride()[:3], *scratch.stride()[:3],
+                row_stride(source_positions), source_cos.shape[1] * source_cos.shape[2],
+                DIM=source_dim, ROTARY=rotary, CENTRED=False, DTYPE=name_of(keys[0].dtype), BLOCK_T=_STRIP_BLOCK, num_warps=8,
             )  # fmt: skip
         token_blocks = triton.cdiv(length, block_t)
         near = min(token_blocks, max(1, _NEAR // block_t))
         map_kernel[(2 * batch * triton.cdiv(token_blocks, near) * num_layers * near * heads,)](
-            pointers[1:], *maps, begin, 0 if rotary else begin, length, token_blocks, batch, num_layers, len(keys), heads, near,
-            *scratch[0].stride()[:3], *values[0].stride()[:3], *out_keys.stride()[:4], *out_values.stride()[:4],
+            *maps, begin, 0 if rotary else begin, length, token_blocks, batch, num_layers, heads, near,
+            key_strides[0], key_strides[2], values[0].stride(0), values[0].stride(2), *out_keys.stride()[:4], *out_values.stride()[:4],
             row_stride(target_positions), target_cos.shape[1] * target_cos.shape[2],
             GROUPS=groups, K=k, SOURCE_DIM=source_dim, TARGET_DIM=target_dim, ROTARY=2 * target_cos.shape[2],
-            KEY_DTYPE=_name(scratch[0].dtype), VALUE_DTYPE=_name(values[0].dtype), KEY_OPERAND=_name(operands[0]),
-            VALUE_OPERAND=_name(operands[1]), BLOCK_N=max(16, triton.next_power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
+            KEY_DTYPE=name_of(key_dtype), VALUE_DTYPE=name_of(values[0].dtype), KEY_OPERAND=name_of(operands[0]),
+            VALUE_OPERAND=name_of(operands[1]), BLOCK_N=max(16, triton.next_power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
         )  # fmt: skip
 
 
-@translate_kv.register_fake
-def _(*args: torch.Tensor) -> None:
-    return None
+_translate_kv = register("translate_kv", _run, ("out_keys", "out_values", "flags"))
 
 
 def _schedule(dtype: torch.dtype, target_dim: int, tokens: int, *, shared: bool) -> dict[str, Any]:
@@ -124,10 +182,3 @@ def _schedule(dtype: torch.dtype, target_dim: int, tokens: int, *, shared: bool)
     if shared and tokens >= 2048:
         return {"BLOCK_T": 256, "num_warps": 16, "num_stages": 4}
     return {"BLOCK_T": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
-
-
-def _name(dtype: torch.dtype) -> Any:
-    """Return triton's name of a dtype."""
-    import triton.language as tl
-
-    return getattr(tl, str(dtype).removeprefix("torch."))
