@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 
 from .errors import ArtefactError
 from .identity import ModelIdentity
-from .translator import CacheTranslator, LayerMap, Opening, SourceHead
+from .maps import LayerMap, SourceHead
+from .translator import CacheTranslator, Opening
 
 CONFIG, TENSORS = "translator_config.json", "translator.safetensors"
 _FORMAT = 1

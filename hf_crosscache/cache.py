@@ -10,10 +10,10 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .compat import prefill, states_of
-from .errors import GeometryError, HandOffError
-from .rope import Rotations
+from .errors import HandOffError
 from .source import SourceStates
-from .translator import CacheTranslator
+from .translation import PendingTranslation
+from .translator import CacheTranslator, NativeStates
 
 
 class TranslatedCache(Cache):
@@ -57,12 +57,7 @@ class TranslatedCache(Cache):
     ) -> None:
         if target_model is not None:
             translator.check(target_model=target_model)
-        num_layers = len(translator.target.geometry)
-        readers: dict[int, set[int]] = {}
-        for layer_idx in range(num_layers):
-            for source_layer in translator.source_layers(layer_idx):
-                readers.setdefault(source_layer, set()).add(layer_idx)
-        source = SourceStates(source_cache, translator.source.geometry, readers)
+        source = SourceStates(source_cache, translator.source.geometry, translator.readers)
         if not 0 <= recompute_last < source.length:
             raise HandOffError(
                 f"recompute_last = {recompute_last} of a context of {source.length} tokens: 0 to {source.length - 1} expected."
@@ -70,14 +65,19 @@ class TranslatedCache(Cache):
         length = source.length - recompute_last
         _check_ids(input_ids, source, target_model)
         sinks = _sinks(translator, source, target_model, input_ids, sink_tokens, length)
-        self._hand_off = _HandOff(source, translator, sinks, length, target_model)
+        self._hand_off = PendingTranslation(source, translator, sinks, length, source.dtype if target_model is None else target_model.dtype)
         self._prompt_length = None if input_ids is None else input_ids.shape[1]
-        super().__init__(layers=[TranslatedLayer(self._hand_off, layer_idx) for layer_idx in range(num_layers)])
+        super().__init__(layers=[TranslatedLayer(self._hand_off, layer_idx) for layer_idx in range(len(translator.target.geometry))])
 
     @property
     def is_initialized(self) -> bool:
         """True from the start, although the layers are translated later; False once reset."""
         return all(getattr(layer, "is_initialized", False) or getattr(layer, "is_pending", False) for layer in self.layers)
+
+    def translate(self) -> TranslatedCache:
+        """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
+        self._hand_off.translate_all()
+        return self
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
@@ -87,7 +87,7 @@ class TranslatedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
-        for keys, values in states_of(self):
+        for keys, values in states_of(self.translate()):
             yield keys, values, None
 
     def _check_first_step(self, new_tokens: int, kwargs: dict[str, Any]) -> None:
@@ -111,10 +111,12 @@ class TranslatedCache(Cache):
 class TranslatedLayer(DynamicLayer):
     """One layer of a `TranslatedCache`: pending until first used, a `DynamicLayer` from then on."""
 
-    _pending: _HandOff | None = None
+    _pending: PendingTranslation | None = None
+    _room: tuple[torch.Tensor, torch.Tensor] | None = None  # what keys and values are the beginning of, while nobody else has seen it
 
-    def __init__(self, hand_off: _HandOff, layer_idx: int) -> None:
-        super().__init__()
+    def __init__(self, hand_off: PendingTranslation, layer_idx: int) -> None:
+        self._keys = self._values = None
+        self.is_initialized = False
         self._pending, self._layer_idx = hand_off, layer_idx
 
     @property
@@ -130,7 +132,7 @@ class TranslatedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        self._keys = states
+        self._keys, self._room = states, None
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -140,7 +142,7 @@ class TranslatedLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        self._values = states
+        self._values, self._room = states, None
 
     def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
         """Translate on the first update, to the device, dtype and batch that the layer of the model works in."""
@@ -148,6 +150,18 @@ class TranslatedLayer(DynamicLayer):
             super().lazy_initialization(key_states, *args)
         else:
             self._translate(key_states)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Append new states. The first ones are written behind the translated context, which has left room for them."""
+        self._translate(key_states)
+        if self._room is None or self._keys is None:
+            return super().update(key_states, value_states, *args, **kwargs)
+        start, stop = self._keys.shape[2], self._keys.shape[2] + key_states.shape[2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:stop] = states
+        self._keys, self._values = (room[:, :, :stop] for room in self._room)
+        self._room = None
+        return self._keys, self._values
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._pending is None else self._pending.length
@@ -158,92 +172,22 @@ class TranslatedLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Empty the layer; a pending translation is dropped."""
-        self._pending = None
-        self._keys = self._values = None
+        if self._pending is not None:
+            self._pending.drop(self._layer_idx)
+        self._pending = self._room = self._keys = self._values = None
         self.is_initialized = False
 
     def _translate(self, like: torch.Tensor | None = None) -> None:
+        """Take the translated context from the hand-off; `like`, the states to append, leaves room for them."""
         if self._pending is None:
             return
-        keys, values = self._pending.translate(self._layer_idx, like)
+        length = self._pending.length
+        keys, values = self._pending.take(self._layer_idx, like)
         self.device = keys.device
-        self._keys, self._values = keys, values
+        self._keys, self._values = keys[:, :, :length], values[:, :, :length]
+        if like is not None and keys.shape[2] >= length + like.shape[2]:
+            self._room = (keys, values)
         self.is_initialized, self._pending = True, None
-
-
-class _HandOff:
-    """What the pending layers of one cache share: the source states, the translator and the target's first positions."""
-
-    def __init__(
-        self,
-        source: SourceStates,
-        translator: CacheTranslator,
-        sinks: list[tuple[torch.Tensor, torch.Tensor]] | None,
-        length: int,
-        target_model: PreTrainedModel | None,
-    ) -> None:
-        self.source, self.translator, self.sinks, self.length = source, translator, sinks, length
-        self.dtype = source.dtype if target_model is None else target_model.dtype
-        self.first = 0 if sinks is None else sinks[0][0].shape[2]
-        self.rotations = Rotations(torch.arange(self.first, length)[None])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _HandOff:
-        twin = object.__new__(_HandOff)
-        twin.__dict__ = {**self.__dict__, "source": self.source.__deepcopy__(memo)}
-        memo[id(self)] = twin
-        return twin
-
-    @torch.no_grad()
-    def translate(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Build keys and values `[B, H, length, D]` of a target layer: native first positions, translated rest.
-
-        Args:
-            like: `[B', H, q, D]` states of the layer, for the device, dtype and batch to build for; B' a multiple of B.
-        """
-        shape = self.translator.target.geometry.layers[layer_idx]
-        dtype = self.dtype if like is None else like.dtype
-        device = self.source.device if like is None else like.device
-        repeats = 1
-        if like is not None:
-            if like.shape[1] != shape.num_key_value_heads or like.shape[3] != shape.head_dim:
-                raise GeometryError(
-                    f"Target layer {layer_idx}: {shape.num_key_value_heads} heads of {shape.head_dim} expected, the model has "
-                    f"{like.shape[1]} of {like.shape[3]}. Pass the target model that the translator was fitted on."
-                )
-            repeats, rest = divmod(like.shape[0], self.source.batch_size)
-            if rest:
-                raise HandOffError(
-                    f"The source cache holds {self.source.batch_size} sequences, the target reads {like.shape[0]}: "
-                    "the same number, or a multiple of it, expected."
-                )
-        translated = self._translate_rest(layer_idx, dtype)
-        pair = []
-        for role, name in enumerate(("keys", "values")):
-            size = (self.source.batch_size, shape.num_key_value_heads, self.length, shape.head_dim)
-            states = torch.empty(size, dtype=dtype, device=device)
-            if self.sinks is not None:
-                states[:, :, : self.first] = self.sinks[layer_idx][role]
-            if translated is not None:
-                states[:, :, self.first :] = translated[role]
-            if not states.sum(dtype=torch.float32).isfinite():
-                raise HandOffError(
-                    f"Target layer {layer_idx}: translated {name} are not finite. The source cache holds NaN or infinite states, "
-                    "or a model overflows in its dtype; prefill the target natively."
-                )
-            pair.append(states if repeats == 1 else states.repeat_interleave(repeats, dim=0))
-        self.source.done(layer_idx)
-        return pair[0], pair[1]
-
-    def _translate_rest(self, layer_idx: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Translate the positions after the native ones, None where there are none."""
-        if self.first == self.length:
-            return None
-        rows = slice(self.first, self.length)
-        key_map, value_map = self.translator.keys[layer_idx], self.translator.values[layer_idx]
-        keys = {layer: self.source.keys(layer)[:, :, rows] for layer in key_map.source_layers}
-        values = {layer: self.source.values(layer)[:, :, rows] for layer in value_map.source_layers}
-        cos, sin = self.rotations(self.translator.target.geometry.rotary[layer_idx], dtype, self.source.device)
-        return self.translator.translate_layer(layer_idx, keys, values, cos, sin)
 
 
 def _check_ids(input_ids: torch.Tensor | None, source: SourceStates, target_model: PreTrainedModel | None) -> None:
@@ -270,14 +214,14 @@ def _sinks(
     input_ids: torch.Tensor | None,
     sink_tokens: int | None,
     length: int,
-) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """The target's own states of the first positions, per layer `[B, H, s, D]`, or None where there are none."""
+) -> NativeStates | None:
+    """The target's own states of the first positions, or None where there are none."""
     wanted = min(translator.sink_tokens if sink_tokens is None else sink_tokens, length)
     if wanted <= 0:
         return None
     if target_model is not None and input_ids is not None:
         cache, _ = prefill(target_model, input_ids[:, :wanted].to(target_model.device))
-        return states_of(cache)
+        return NativeStates(*map(tuple, zip(*states_of(cache), strict=True)))
     opening = translator.opening
     mend = "Pass target_model= and input_ids=, so that the target reads them itself."
     if opening is None:
@@ -292,7 +236,4 @@ def _sinks(
         )
     if input_ids is None:
         raise HandOffError(f"Whether the context begins as the translator's calibration did cannot be seen without input_ids. {mend}")
-    return [
-        tuple(states[:, :, :wanted].expand(source.batch_size, -1, -1, -1) for states in pair)  # type: ignore[misc]
-        for pair in zip(opening.keys, opening.values, strict=True)
-    ]
+    return opening.states(wanted)

@@ -13,10 +13,10 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .compat import prefill, states_of
 from .errors import CalibrationError, IdentityError
-from .fitter import LayerStates, PairedStates, Split, Support, TranslatorFitter
+from .fitter import Split, Support, TranslatorFitter
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
-from .rope import Rotations, strip_rope
+from .states import LayerStates, PairedStates
 from .texts import enough, read_documents, token_windows
 from .translator import CacheTranslator, Opening, all_layers
 
@@ -125,18 +125,10 @@ class Calibration:
 
 
 def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None) -> LayerStates:
-    """Strip RoPE from a cache that starts at position 0 and drop its first positions.
-
-    Returns:
-        Float32 pre-RoPE keys, and values as cached, each `[B, H, T - skip, D]`.
-    """
-    rotations = Rotations(torch.arange(cache.get_seq_length())[None])
-    keys, values = [], []
-    for (key_states, value_states), table in zip(states_of(cache), geometry.rotary, strict=True):
-        stripped = strip_rope(key_states, *rotations(table, key_states.dtype, key_states.device))
-        keys.append(stripped[:, :, skip:].to(device))
-        values.append(value_states[:, :, skip:].to(device))
-    return LayerStates(keys, values)
+    """Read a cache that starts at position 0, but for its first positions: keys and values as cached, each `[B, H, T - skip, D]`."""
+    keys, values = ([states[:, :, skip:].to(device) for states in side] for side in zip(*states_of(cache), strict=True))
+    position_ids = torch.arange(skip, cache.get_seq_length(), dtype=torch.int32, device=keys[0].device)[None]
+    return LayerStates(keys, values, geometry.rotary, position_ids)
 
 
 def fit_translator(

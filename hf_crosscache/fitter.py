@@ -4,41 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
-from . import ridge
+from . import ops, ridge
 from .errors import CalibrationError, GeometryError
 from .geometry import CacheGeometry
+from .maps import LayerMap, SourceHead
 from .moments import WeightedMoments
-from .translator import LayerMap, SourceHead
+from .states import PairedStates, RoleStates
 
 Support = Literal["head", "full"]
 Split = Literal["fit", "validation"]
 _SCREENING_ALPHA = 1e-4
-_CHUNK_ELEMENTS = 1 << 28  # elements of the Gram matrices, or of the gathered inputs, that are handled at once: 1 or 2 GiB
-_ROWS_EXPECTED = 4096  # rows of one batch, for sizing alone
-
-
-@dataclass(frozen=True)
-class LayerStates:
-    """What one model caches for some rows: pre-RoPE keys and values, layer by layer, each `[B, H, T, D]`."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PairedStates:
-    """The states of both models on the same tokens; row (b, t) of one belongs to row (b, t) of the other.
-
-    sample_weight: `[B, T]` weight of each row, None for ones.
-    """
-
-    source: LayerStates
-    target: LayerStates
-    sample_weight: torch.Tensor | None = None
+_CHUNK_ELEMENTS = 1 << 28  # elements of the Gram matrices that are solved at once: 2 GiB
 
 
 @dataclass(frozen=True)
@@ -102,7 +82,7 @@ class TranslatorFitter:
     def screen(self, states: PairedStates, split: Split) -> TranslatorFitter:
         """Add rows to the statistics that score every source block alone against every target."""
         for name, role in self._roles.items():
-            role.screen(getattr(states.source, name), getattr(states.target, name), states.sample_weight, split)
+            role.screen(states.source.of_role(name), states.target.of_role(name), states.sample_weight, split)
         return self
 
     def choose_candidates(self) -> TranslatorFitter:
@@ -116,7 +96,7 @@ class TranslatorFitter:
         if self.needs_screening:
             raise CalibrationError("Call screen(...) and choose_candidates() before update(...): not all source blocks are read.")
         for name, role in self._roles.items():
-            role.update(getattr(states.source, name), getattr(states.target, name), states.sample_weight, split)
+            role.update(states.source.of_role(name), states.target.of_role(name), states.sample_weight, split)
         return self
 
     def merge(self, other: TranslatorFitter) -> TranslatorFitter:
@@ -171,7 +151,9 @@ class _RoleFitter:
     plan: TranslatorFitter
     candidates: torch.Tensor | None = None  # [G, c] block indices
     _screening: dict[str, WeightedMoments] = field(default_factory=dict)
-    _moments: dict[str, list[WeightedMoments]] = field(default_factory=dict)
+    _moments: dict[str, WeightedMoments] = field(default_factory=dict)
+    _shifts: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _tables: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -186,12 +168,9 @@ class _RoleFitter:
         if self.everything:  # every target reads every block: one regression with all the outputs side by side
             self.candidates = torch.arange(len(self.blocks))[None]
 
-    def screen(self, source: list, target: list, sample_weight: torch.Tensor | None, split: Split) -> None:
-        x, y = self._rows(source), self._target_rows(target)
-        y = y.transpose(0, 1).reshape(1, y.shape[1], -1)
-        if split not in self._screening:
-            self._screening[split] = WeightedMoments.empty_like(x, y)
-        self._screening[split].update(x, y, _flat(sample_weight))
+    def screen(self, source: RoleStates, target: RoleStates, sample_weight: torch.Tensor | None, split: Split) -> None:
+        each_block = torch.arange(len(self.blocks))[:, None]
+        self._accumulate(self._screening, each_block, self._target_heads(together=True), source, target, sample_weight, split)
 
     def choose_candidates(self) -> None:
         if self.candidates is not None:
@@ -202,35 +181,74 @@ class _RoleFitter:
         self.candidates = scores.topk(self.plan.candidates, dim=0).indices.T.sort(1).values
         self._screening.clear()
 
-    def update(self, source: list, target: list, sample_weight: torch.Tensor | None, split: Split) -> None:
-        x, y, weight = self._rows(source), self._target_rows(target), _flat(sample_weight)
-        chunks = self._moments.setdefault(split, [])
-        for at, (candidates, outputs) in enumerate(self._chunks(y)):
-            gathered = x[candidates]  # [g, c, N, w]
-            inputs = gathered.transpose(1, 2).flatten(2)
-            if at == len(chunks):
-                chunks.append(WeightedMoments.empty_like(inputs, outputs))
-            chunks[at].update(inputs, outputs, weight)
+    def update(self, source: RoleStates, target: RoleStates, sample_weight: torch.Tensor | None, split: Split) -> None:
+        if self.candidates is None:
+            raise CalibrationError("No candidates chosen yet.")
+        outputs = self._target_heads(together=self.everything)
+        self._accumulate(self._moments, self.candidates.cpu(), outputs, source, target, sample_weight, split)
+
+    def _accumulate(
+        self,
+        into: dict[str, WeightedMoments],
+        inputs: torch.Tensor,
+        outputs: torch.Tensor,
+        source: RoleStates,
+        target: RoleStates,
+        sample_weight: torch.Tensor | None,
+        split: Split,
+    ) -> None:
+        """Add rows to the moments of the regressions of some target heads `[G or 1, e, 2]` on some source blocks `[G, c]`."""
+        device = source.layers[0].device
+        target = target.select(self.plan.target_layers)
+        heads = torch.tensor(self.blocks, dtype=torch.int32)[inputs].flatten(1, 2)  # [G, c, 2]
+        if split not in self._shifts:
+            self._shifts[split] = source.mean(), target.mean()
+        source_shift, target_shift = self._shifts[split]
+        if split not in into:
+            shifts = (shift[blocks[..., 0].long(), blocks[..., 1].long()] for shift, blocks in ((source_shift, heads), (target_shift, outputs)))
+            into[split] = WeightedMoments.about(*(shift.flatten(1) for shift in shifts))
+        ops.accumulate_moments(
+            source.layers,
+            target.layers,
+            heads.to(device),
+            outputs.to(device),
+            source_shift,
+            target_shift,
+            None if sample_weight is None else sample_weight.reshape(1, -1).float(),
+            *source.tables(self._tables),
+            *target.tables(self._tables),
+            into[split].sums,
+        )
+        into[split].check_finite()
+
+    def _target_heads(self, together: bool) -> torch.Tensor:
+        """The outputs of the regressions: (layer, head) `[G, e, 2]` of each, or `[1, e, 2]` of all together."""
+        layers, heads = len(self.plan.target_layers), self.plan.target.layers[0].num_key_value_heads
+        pairs = torch.cartesian_prod(torch.arange(layers), torch.arange(heads)).int()
+        if together:
+            return pairs[None]
+        return pairs[:, None] if self.plan.support == "head" else pairs.view(layers, heads, 2)
 
     def merge(self, other: _RoleFitter) -> None:
         mine, theirs = self.candidates, other.candidates
         if mine is None or theirs is None or not torch.equal(mine.cpu(), theirs.cpu()):
             raise CalibrationError("Fitters with different candidate heads cannot be merged: screen once, then share the choice.")
-        for split, chunks in other._moments.items():
-            if split not in self._moments:
-                self._moments[split] = chunks
-                continue
-            for chunk, more in zip(self._moments[split], chunks, strict=True):
-                chunk.merge(more)
+        for split, moments in other._moments.items():
+            if split in self._moments:
+                self._moments[split].merge(moments)
+            else:
+                self._moments[split], self._shifts[split] = moments, other._shifts[split]
 
     def fit(self) -> _SolvedRole:
         fit, validation = _both(self._moments)
         if self.candidates is None:
             raise CalibrationError("The fitter was given no states: call update(...) first.")
-        pairs, chosen, start = [], [], 0
-        for fit_chunk, validation_chunk in zip(fit, validation, strict=True):
-            candidates = self.candidates[start : start + len(fit_chunk.sum_x)].to(fit_chunk.sum_x.device)
-            start += len(candidates)
+        pairs, chosen = [], []
+        at_once = max(1, _CHUNK_ELEMENTS // fit.sum_xx.shape[1] ** 2)
+        for start in range(0, len(fit.sum_x), at_once):
+            some = slice(start, start + at_once)
+            fit_chunk, validation_chunk = fit.groups(some), validation.groups(some)
+            candidates = self.candidates[some].to(fit.sum_x.device)
             if self.plan.k < self.plan.candidates:
                 kept = ridge.greedy_select(fit_chunk, validation_chunk, self.block_width, self.plan.k, _SCREENING_ALPHA)
                 within = torch.arange(self.block_width, device=kept.device)
@@ -281,33 +299,6 @@ class _RoleFitter:
             maps.append(LayerMap(tuple(named[rows]), by_head[i].contiguous(), mean_x[rows], mean_y[i]))
         return tuple(maps)
 
-    def _rows(self, states: list) -> torch.Tensor:
-        """Source states as `[U, N, w]` float32, one row of blocks a token."""
-        stacked = torch.stack([layer.float() for layer in states])  # [L, B, H, T, D]
-        if self.plan.support == "head":
-            return stacked.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        return stacked.transpose(2, 3).flatten(1, 2).flatten(2)
-
-    def _target_rows(self, states: list) -> torch.Tensor:
-        """Target states as `[G, N, m]` float32, one row of outputs a token."""
-        stacked = torch.stack([states[layer].float() for layer in self.plan.target_layers])
-        if self.plan.support == "head":
-            return stacked.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        return stacked.transpose(2, 3).flatten(1, 2).flatten(2)
-
-    def _chunks(self, y: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Groups of regressions that are handled together, as (candidates `[g, c]`, outputs `[g, N, m]`)."""
-        if self.candidates is None:
-            raise CalibrationError("No candidates chosen yet.")
-        candidates = self.candidates.to(y.device)
-        if self.everything:
-            yield candidates, y.transpose(0, 1).reshape(1, y.shape[1], -1)
-            return
-        width = candidates.shape[1] * self.block_width
-        size = max(1, _CHUNK_ELEMENTS // (width * max(width, _ROWS_EXPECTED)))  # the same for every batch
-        for start in range(0, len(candidates), size):
-            yield candidates[start : start + size], y[start : start + size]
-
     def _group_width(self) -> int:
         layer = self.plan.target.layers[0]
         return layer.head_dim if self.plan.support == "head" else layer.head_dim * layer.num_key_value_heads
@@ -318,10 +309,6 @@ def _both(by_split: dict) -> tuple:
     if missing:
         raise CalibrationError(f"The {' and '.join(missing)} split has no rows: give more documents, so that whole ones can be held out.")
     return by_split["fit"], by_split["validation"]
-
-
-def _flat(sample_weight: torch.Tensor | None) -> torch.Tensor | None:
-    return None if sample_weight is None else sample_weight.flatten().float()
 
 
 def _one_head_size(geometry: CacheGeometry, side: str) -> None:

@@ -7,6 +7,7 @@ on last. The two must not be folded into one rotation by the difference of the a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,23 +51,46 @@ class RotaryTable:
         )
 
 
-class Rotations:
-    """cos and sin at one set of positions, tabulated once for each rotary table, dtype and device that asks.
+class RotaryStack:
+    """The rotary tables of a model's layers as a kernel reads them: cos and sin over all positions, equal tables once.
 
     Args:
-        position_ids: `[B, T]` integer positions.
+        tables: of each layer, all with one rotary_dim; empty for states that carry no RoPE.
+
+    Raises:
+        ValueError: the tables differ in rotary_dim.
     """
 
-    def __init__(self, position_ids: torch.Tensor) -> None:
-        self._position_ids = position_ids
-        self._known: dict[tuple[RotaryTable, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, tables: Sequence[RotaryTable]) -> None:
+        if len({table.rotary_dim for table in tables}) > 1:
+            raise ValueError(f"Tables of one rotary_dim expected, {sorted({table.rotary_dim for table in tables})} found.")
+        self._tables, self._distinct = tables, list(dict.fromkeys(tables))
+        self._known: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, table: RotaryTable, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin as `RotaryTable.cos_sin` does."""
-        key = (table, dtype, device)
-        if key not in self._known:
-            self._known[key] = table.cos_sin(self._position_ids.to(device), dtype)
-        return self._known[key]
+    def cos_sin(self, positions: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tabulate positions 0 to `positions` - 1 at least, once for each dtype and device that asks.
+
+        Returns:
+            cos and sin, `[tables, P, R/2]`, rounded as a model of that dtype rounds them.
+        """
+        known = self._known.get((dtype, device))
+        if known is None or known[0].shape[1] < positions:
+            position_ids = torch.arange(1 << max(positions - 1, 1023).bit_length(), device=device)[None]
+            if self._distinct:
+                pairs = [table.cos_sin(position_ids, dtype) for table in self._distinct]
+                cos, sin = (torch.cat([pair[i] for pair in pairs]).to(dtype) for i in range(2))
+            else:
+                cos = sin = torch.empty((1, position_ids.shape[1], 0), dtype=dtype, device=device)
+            known = self._known[dtype, device] = (cos, sin)
+        return known
+
+    def index(self, layers: Iterable[int], device: torch.device) -> torch.Tensor:
+        """Which table each of some layers has, int32 `[layers]`."""
+        rows = [self._distinct.index(self._tables[layer]) if self._distinct else 0 for layer in layers]
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+NO_ROTATION = RotaryStack(())
 
 
 def strip_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

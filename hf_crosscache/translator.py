@@ -6,56 +6,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import ops
 from .identity import ModelIdentity
-from .rope import apply_rope
-
-
-class SourceHead(NamedTuple):
-    """A block that a map reads: one key-value head of one source layer."""
-
-    layer: int
-    head: int
+from .maps import LayerMap, PackedMaps
+from .rope import NO_ROTATION, RotaryStack, strip_rope
 
 
 @dataclass(frozen=True, eq=False)
-class LayerMap:
-    """The affine maps of one target layer and role: `y = (x - mean_x) weight + mean_y`.
+class NativeStates:
+    """A target's own cache of some first positions.
 
-    blocks: for each target head the source heads it reads, in the order of its inputs; one entry alone serves all the heads.
-    weight: `[H, n, D]`, mean_x: `[len(blocks), n]`, mean_y: `[H, D]`; float32.
+    keys, values: per layer `[B or 1, H, s, D]`.
     """
 
-    blocks: tuple[tuple[SourceHead, ...], ...]
-    weight: torch.Tensor
-    mean_x: torch.Tensor
-    mean_y: torch.Tensor
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+    _stacked: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
 
-    @cached_property
-    def bias(self) -> torch.Tensor:
-        """`mean_y - mean_x weight`, `[H, D]` float32, summed in float64: it absorbs the rounding of a bf16 weight at the mean."""
-        offset = self.mean_x.double()[:, None] @ self.weight.double()
-        return (self.mean_y.double() - offset[:, 0]).float()
+    @property
+    def length(self) -> int:
+        return self.keys[0].shape[2]
 
-    @cached_property
-    def source_layers(self) -> frozenset[int]:
-        """The source layers that these maps read."""
-        return frozenset(block.layer for heads in self.blocks for block in heads)
-
-    def __call__(self, states: dict[int, torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-        """Map source states (layer -> `[B, H_src, T, D_src]`) into `out` `[B, H, T, D]` float32."""
-        return ops.map_heads(states, self.blocks, self.weight, self.bias, out)
-
-    def to(self, device: torch.device | str) -> LayerMap:
-        """Return the maps on a device; itself if they are there."""
-        if self.weight.device == torch.device(device):
-            return self
-        return replace(self, **{n: getattr(self, n).to(device) for n in ("weight", "mean_x", "mean_y")})
+    def stacked(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some layers of one shape, `[N, B or 1, H, s, D]`; kept, since the states of an opening serve every hand-off."""
+        key = (layers, dtype, device)
+        if key not in self._stacked:
+            keys, values = (torch.stack([states[i].to(device, dtype) for i in layers]) for states in (self.keys, self.values))
+            self._stacked[key] = (keys, values)
+        return self._stacked[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +51,14 @@ class Opening:
     token_ids: tuple[int, ...]
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    _states: dict[int, NativeStates] = field(init=False, repr=False, default_factory=dict)
+
+    def states(self, length: int) -> NativeStates:
+        """The states of the first tokens."""
+        if length not in self._states:
+            first = (tuple(states[:, :, :length] for states in side) for side in (self.keys, self.values))
+            self._states[length] = NativeStates(*first)
+        return self._states[length]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,40 +80,107 @@ class CacheTranslator:
     opening: Opening | None = None
     r2: dict[str, torch.Tensor] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
 
     def source_layers(self, layer_idx: int) -> frozenset[int]:
         """The source layers that a target layer reads, for keys or values."""
         return self.keys[layer_idx].source_layers | self.values[layer_idx].source_layers
 
-    def translate_layer(
+    @cached_property
+    def readers(self) -> dict[int, frozenset[int]]:
+        """Source layer -> the target layers that read it."""
+        layers = range(len(self.target.geometry))
+        read = sorted(frozenset().union(*(self.source_layers(layer_idx) for layer_idx in layers)))
+        return {source: frozenset(layer for layer in layers if source in self.source_layers(layer)) for source in read}
+
+    @cached_property
+    def runs(self) -> tuple[range, ...]:
+        """The target layers in runs of one shape, each of which can be translated together."""
+        shapes = [(layer.num_key_value_heads, layer.head_dim, layer.rotary_dim) for layer in self.target.geometry.layers]
+        starts = [i for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]]
+        return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], len(shapes)], strict=True))
+
+    def translate(
         self,
-        layer_idx: int,
+        layers: range,
         source_keys: dict[int, torch.Tensor],
         source_values: dict[int, torch.Tensor],
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Translate some positions for one target layer.
+        source_position_ids: torch.Tensor,
+        target_position_ids: torch.Tensor,
+        positions: int,
+        out_keys: torch.Tensor,
+        out_values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Translate some positions for some target layers of one run.
 
         Args:
-            layer_idx: the target layer.
-            source_keys, source_values: source layer -> `[B, H_src, T, D_src]` pre-RoPE keys, and values, at the same positions.
-            cos, sin: `[B or 1, T, R/2]` of the target layer's rotary table, at the positions where the target will see them.
+            layers: the target layers, N of them.
+            source_keys, source_values: source layer -> `[B, H_src, T, D_src]` as cached, keys with their RoPE, at the same positions.
+            source_position_ids, target_position_ids: int32 `[B or 1, T]`, where each model sees the tokens; all below `positions`.
+            out_keys, out_values: `[N, B, H, T, D]`, written in full: keys rotated to their positions, in the target's dtype.
 
         Returns:
-            Keys, rotated to their positions, and values: `[B, H, T, D]` float32, on the device of the source states.
+            int32 `[N, 2]`: 1 where keys (0) or values (1) of a layer are not finite.
         """
-        like = next(iter(source_values.values()))
-        shape = self.target.geometry.layers[layer_idx]
-        mapped = []
-        for layer_map, states in ((self.keys[layer_idx], source_keys), (self.values[layer_idx], source_values)):
-            out = torch.empty(
-                (like.shape[0], shape.num_key_value_heads, like.shape[2], shape.head_dim),
-                dtype=torch.float32,
-                device=like.device,
-            )
-            mapped.append(layer_map.to(like.device)(states, out))
-        return apply_rope(mapped[0], cos, sin), mapped[1]
+        some = source_values[next(iter(source_values))]
+        device, dtype = some.device, some.dtype
+        maps, source_index, target_index = self._launch(layers, dtype, device)
+        keys = [source_keys[layer] for layer in maps.source_layers]
+        rotary = self._source_rotary
+        if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
+            tables = [self.source.geometry.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
+            keys = [strip_rope(states, *table) for states, table in zip(keys, tables, strict=True)]
+            rotary = NO_ROTATION
+        return ops.translate_kv(
+            keys,
+            [source_values[layer] for layer in maps.source_layers],
+            maps.blocks,
+            maps.key_weight,
+            maps.value_weight,
+            maps.bias,
+            (*rotary.cos_sin(positions, dtype, device), source_index),
+            source_position_ids,
+            (*self._target_rotary(layers).cos_sin(positions, out_keys.dtype, device), target_index),
+            target_position_ids,
+            out_keys,
+            out_values,
+        )
+
+    def _launch(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:
+        """Return the packed maps of some layers, and the rotary tables of the source layers that they read and of their own."""
+        key = (layers, dtype, device)
+        if key not in self._prepared:
+            run = self._run_of(layers)
+            whole = self._prepared.get((run, dtype, device))
+            if whole is None:
+                pairs = [tuple(maps[layer_idx] for layer_idx in run) for maps in (self.keys, self.values)]
+                packed = PackedMaps.pack(*pairs, self.source.geometry.layers[0].head_dim, dtype, device)
+                whole = self._prepared[run, dtype, device] = self._with_tables(packed, run, device)
+            if layers != run:
+                packed = whole[0].select(layers.start - run.start, layers.stop - run.start)
+                self._prepared[key] = self._with_tables(packed, layers, device)
+        return self._prepared[key]
+
+    def _with_tables(self, maps: PackedMaps, layers: range, device: torch.device) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:
+        run = self._run_of(layers)
+        source = NO_ROTATION if self._source_rotary is None else self._source_rotary
+        own = self._target_rotary(layers).index((layer_idx - run.start for layer_idx in layers), device)
+        return maps, source.index(maps.source_layers, device), own
+
+    def _run_of(self, layers: range) -> range:
+        return next(run for run in self.runs if layers.start in run)
+
+    def _target_rotary(self, layers: range) -> RotaryStack:
+        return self._target_rotaries[self.runs.index(self._run_of(layers))]
+
+    @cached_property
+    def _target_rotaries(self) -> tuple[RotaryStack, ...]:
+        return tuple(RotaryStack([self.target.geometry.rotary[layer_idx] for layer_idx in run]) for run in self.runs)
+
+    @cached_property
+    def _source_rotary(self) -> RotaryStack | None:
+        tables = self.source.geometry.rotary
+        return RotaryStack(tables) if len({table.rotary_dim for table in tables}) == 1 else None
 
     def to(self, device: torch.device | str) -> CacheTranslator:
         """Return the translator with its maps on a device, which should be that of the source cache."""

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from hf_crosscache.identity import ModelIdentity
-from hf_crosscache.translator import CacheTranslator, LayerMap, SourceHead
+from hf_crosscache.maps import LayerMap, SourceHead
+from hf_crosscache.translator import CacheTranslator
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 MODELS, TEXTS = EXAMPLES / "models", EXAMPLES / "text" / "documents.jsonl.xz"
@@ -152,3 +153,13 @@ def _commutes_with_rope(dim: int, generator: torch.Generator) -> torch.Tensor:
     size = 0.5 + torch.rand(dim // 2, dtype=torch.float64, generator=generator)
     cos, sin = torch.diag(size * angle.cos()), torch.diag(size * angle.sin())
     return torch.cat([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)])
+
+
+def apply_map(layer_map: LayerMap, states: list[torch.Tensor]) -> torch.Tensor:
+    """The affine maps of one layer and role, by their formula: source layers `[B, H_src, T, D_src]` -> `[B, H, T, D]` float64."""
+    mapped = []
+    for head, (weight, mean_y) in enumerate(zip(layer_map.weight.double(), layer_map.mean_y.double(), strict=True)):
+        row = head if len(layer_map.blocks) > 1 else 0
+        x = torch.cat([states[layer][:, source].double() for layer, source in layer_map.blocks[row]], -1)
+        mapped.append((x - layer_map.mean_x[row].double()) @ weight + mean_y)
+    return torch.stack(mapped, 1)

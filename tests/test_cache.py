@@ -70,12 +70,12 @@ def test_layers_are_translated_on_first_use_in_order_and_once():
     model, ids = tiny_model("llama"), random_ids(1, 16)
     cache = handed_over(model, ids)
     calls = []
-    translate = cache._hand_off.translate
-    cache._hand_off.translate = lambda layer_idx, like: calls.append(layer_idx) or translate(layer_idx, like)
+    translate = cache._hand_off._translate
+    cache._hand_off._translate = lambda layers, *rest: calls.append(list(layers)) or translate(layers, *rest)
     assert cache.get_seq_length() == 15 and cache.get_mask_sizes(3, 0) == (18, 0)
     assert len(cache) == 3 and cache.is_initialized and not cache.is_compileable and calls == []
     generate(model, ids, cache)
-    assert calls == [0, 1, 2]
+    assert calls == [[0], [1], [2]]
 
 
 def test_source_layers_are_let_go_when_no_target_layer_needs_them(translator, small, large):

@@ -19,7 +19,7 @@ def test_states_are_those_of_both_models_on_the_same_tokens(calibration, small, 
         cache, _ = prefill(model, ids)
         torch.testing.assert_close(side.values[3], cache.layers[3].values[:, :, 4:])
         alone, _ = prefill(model, ids[:, 9:10])
-        torch.testing.assert_close(side.keys[0][:, :, 5:6], alone.layers[0].keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(side.of_role("keys").stripped(0)[:, :, 5:6], alone.layers[0].keys, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_bound_what_is_read_and_both_splits_are_in_it(calibration):
@@ -76,5 +76,9 @@ def test_layer_states_drop_the_first_positions():
     model = tiny_model("llama")
     from hf_crosscache import CacheGeometry
 
-    states = layer_states(prefill(model, torch.ones(1, 9, dtype=torch.long))[0], CacheGeometry.from_model(model), 3)
-    assert {k.shape for k in states.keys} == {(1, 2, 6, 16)} and states.keys[0].dtype == torch.float32
+    cache = prefill(model, torch.ones(1, 9, dtype=torch.long))[0]
+    states = layer_states(cache, CacheGeometry.from_model(model), 3)
+    assert {k.shape for k in states.keys} == {(1, 2, 6, 16)} and states.position_ids.tolist() == [[3, 4, 5, 6, 7, 8]]
+    # the same token everywhere: without RoPE, the first layer's keys are all one
+    stripped = states.of_role("keys").mean()[0]
+    torch.testing.assert_close(stripped, cache.layers[0].keys[0, :, 0], rtol=1e-4, atol=1e-5)

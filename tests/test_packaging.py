@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_kernels"
 MAY_IMPORT_TRANSFORMERS = {"artefact", "cache", "calibration", "cli", "compat", "demo", "evaluation", "geometry", "identity", "report",
                            "source", "texts", "translator"}  # fmt: skip
-ORDER = ["errors", "compat", "rope", "geometry", "identity", "ops", "moments", "ridge", "translator", "artefact", "fitter", "texts",
-         "source", "cache", "calibration", "evaluation", "report", "demo", "cli", "__init__"]  # fmt: skip
+ORDER = ["errors", "compat", "rope", "geometry", "identity", "ops", "states", "moments", "ridge", "maps", "translator", "artefact",
+         "fitter", "texts", "source", "translation", "cache", "calibration", "evaluation", "report", "demo", "cli", "__init__"]  # fmt: skip
 
 
 def imports(path):

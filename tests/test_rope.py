@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_crosscache import CacheGeometry
-from hf_crosscache.rope import RotaryTable, Rotations, apply_rope, strip_rope
+from hf_crosscache.rope import NO_ROTATION, RotaryStack, RotaryTable, apply_rope, strip_rope
 
 
 def table(dim, scaling=1.0, base=10000.0):
@@ -66,8 +66,18 @@ def test_attention_scaling_is_divided_out():
     assert CacheGeometry.from_model(model).rotary[0].attention_scaling > 1.1
 
 
-def test_rotations_are_tabulated_once():
-    rotations, rotary = Rotations(torch.arange(4)[None]), table(8)
-    first = rotations(rotary, torch.float32, torch.device("cpu"))
-    assert rotations(rotary, torch.float32, torch.device("cpu")) is first
-    assert rotations(rotary, torch.bfloat16, torch.device("cpu")) is not first
+def test_a_stack_tabulates_equal_tables_once_and_grows():
+    local, everywhere, cpu = table(8), table(8, base=500.0), torch.device("cpu")
+    stack = RotaryStack([local, everywhere, local])
+    cos, sin = stack.cos_sin(9, torch.float32, cpu)
+    assert cos.shape[0] == 2 and stack.index([2, 1, 0], cpu).tolist() == [0, 1, 0]
+    torch.testing.assert_close(sin[1, :9], everywhere.cos_sin(torch.arange(9)[None], torch.float32)[1][0])
+    assert stack.cos_sin(cos.shape[1], torch.float32, cpu)[0] is cos
+    assert stack.cos_sin(cos.shape[1] + 1, torch.float32, cpu)[0].shape[1] > cos.shape[1]
+    assert stack.cos_sin(9, torch.bfloat16, cpu)[0].dtype == torch.bfloat16
+
+
+def test_a_stack_of_different_rotary_dims_is_refused_and_an_empty_one_turns_nothing():
+    with pytest.raises(ValueError, match=r"\[8, 16\] found"):
+        RotaryStack([table(8), table(16)])
+    assert NO_ROTATION.cos_sin(5, torch.float32, torch.device("cpu"))[0].shape[2] == 0

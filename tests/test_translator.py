@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
-from builders import identity_translator, random_ids, tiny_model
+from builders import apply_map, identity_translator, random_ids, tiny_model
 
 from hf_crosscache import CacheTranslator
 from hf_crosscache.compat import prefill
 from hf_crosscache.errors import ArtefactError, CrossCacheError, GeometryError, IdentityError
-from hf_crosscache.rope import Rotations, apply_rope, strip_rope
-from hf_crosscache.translator import LayerMap, Opening, SourceHead
+from hf_crosscache.rope import apply_rope, strip_rope
+from hf_crosscache.maps import LayerMap, PackedMaps, SourceHead
+from hf_crosscache.translator import Opening
 
 
 def random_map(heads=3, blocks=2, source_dim=4, dim=5, shared=False, seed=0):
@@ -27,15 +28,41 @@ def random_map(heads=3, blocks=2, source_dim=4, dim=5, shared=False, seed=0):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_layer_map_is_its_formula(shared):
-    layer_map = random_map(shared=shared)
-    states = {layer: torch.randn(2, 2, 7, 4) for layer in range(2)}
-    out = layer_map(states, torch.full((2, 3, 7, 5), float("nan")))
-    for head in range(3):
-        row = 0 if shared else head
-        x = torch.cat([states[layer][:, source] for layer, source in layer_map.blocks[row]], -1)
-        expected = (x - layer_map.mean_x[row]) @ layer_map.weight[head] + layer_map.mean_y[head]
-        torch.testing.assert_close(out[:, head], expected, rtol=1e-5, atol=1e-5)
+def test_packed_maps_are_their_formula(shared):
+    maps = [random_map(shared=shared, seed=seed) for seed in range(4)]
+    packed = PackedMaps.pack(maps[:2], maps[2:], 4, torch.float32, torch.device("cpu"))
+    states = [torch.randn(2, 2, 7, 4) for _ in packed.source_layers]
+    for n in range(2):
+        for role, weight in enumerate((packed.key_weight, packed.value_weight)):
+            expected = apply_map(maps[2 * role + n], states)
+            for head in range(3):
+                reads = packed.blocks[n, role, 0 if shared else head].tolist()
+                x = torch.cat([states[packed.source_layers[layer]][:, source] for layer, source in reads], -1)
+                found = x @ weight[n, head] + packed.bias[n, role, head]
+                torch.testing.assert_close(found.double(), expected[:, head], rtol=1e-5, atol=1e-5)
+
+
+def test_maps_of_fewer_blocks_are_padded_with_weights_of_zero():
+    short, long = random_map(blocks=1), random_map(blocks=2, shared=True)
+    packed = PackedMaps.pack([short, long], [long, short], 4, torch.float32, torch.device("cpu"))
+    assert packed.blocks.shape == (2, 2, 3, 2, 2)
+    assert packed.key_weight[0, :, 4:].abs().max() == 0 and torch.equal(packed.key_weight[0, :, :4], short.weight)
+
+
+def test_a_selection_reads_only_the_source_layers_that_it_needs():
+    maps = [LayerMap(((SourceHead(layer, 0),),), torch.randn(1, 4, 5), torch.randn(1, 4), torch.randn(1, 5)) for layer in (7, 3, 9)]
+    packed = PackedMaps.pack(maps, maps, 4, torch.float32, torch.device("cpu"))
+    assert packed.source_layers == (3, 7, 9)
+    some = packed.select(1, 3)
+    assert some.source_layers == (3, 9) and some.blocks[..., 0].flatten().tolist() == [0, 0, 1, 1]
+    assert torch.equal(some.key_weight, packed.key_weight[1:])
+
+
+def test_weights_that_their_dtype_cannot_hold_are_refused():
+    layer_map = random_map()
+    layer_map.weight[0, 0, 0] = 1e6
+    with pytest.raises(GeometryError, match="weights of the keys exceed torch.float16.*Prefill the source in float32"):
+        PackedMaps.pack([layer_map], [random_map()], 4, torch.bfloat16, torch.device("cpu"))
 
 
 def test_keys_are_stripped_mapped_and_rotated_and_values_mapped():
@@ -43,12 +70,14 @@ def test_keys_are_stripped_mapped_and_rotated_and_values_mapped():
     translator = identity_translator(model)
     cache, _ = prefill(model, random_ids(2, 9))
     rotary = translator.source.geometry.rotary[1]
-    cos, sin = Rotations(torch.arange(9)[None])(rotary, torch.float32, torch.device("cpu"))
-    stripped = {1: strip_rope(cache.layers[1].keys, cos, sin)}
-    moved = Rotations(torch.arange(9)[None] + 30)(rotary, torch.float32, torch.device("cpu"))
-    keys, values = translator.translate_layer(1, stripped, {1: cache.layers[1].values}, *moved)
-    torch.testing.assert_close(keys, apply_rope(stripped[1], *moved))
-    torch.testing.assert_close(values, cache.layers[1].values)
+    here, there = torch.arange(9, dtype=torch.int32)[None], torch.arange(30, 39, dtype=torch.int32)[None]
+    keys, values = torch.full((2, 1, *cache.layers[1].keys.shape), float("nan"))
+    states = {1: cache.layers[1].keys}, {1: cache.layers[1].values}
+    flags = translator.translate(range(1, 2), *states, here, there, 39, keys, values)
+    stripped = strip_rope(cache.layers[1].keys, *rotary.cos_sin(here, torch.float32))
+    torch.testing.assert_close(keys[0], apply_rope(stripped, *rotary.cos_sin(there, torch.float32)))
+    torch.testing.assert_close(values[0], cache.layers[1].values)
+    assert not flags.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

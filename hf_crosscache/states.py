@@ -1,0 +1,82 @@
+"""What two models cache for the same tokens: the raw material of a fit, as cached, with what is needed to take the RoPE off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import ops
+from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """What one model caches for some rows, layer by layer, each `[B, H, T, D]`.
+
+    rotary: the tables that turned the keys, at position_ids (int32 `[B or 1, T]`); None where the keys come without RoPE.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    rotary: tuple[RotaryTable, ...] | None = None
+    position_ids: torch.Tensor | None = None
+
+    def of_role(self, role: str) -> RoleStates:
+        """The states of one role, with what turned them."""
+        if role == "values" or self.rotary is None or self.position_ids is None:
+            return RoleStates(getattr(self, role), None, None)
+        turned = RoleStates(self.keys, self.rotary, self.position_ids)
+        if len({table.rotary_dim for table in self.rotary}) == 1:
+            return turned
+        # layers that rotate different numbers of dimensions cannot go through one launch
+        return RoleStates([turned.stripped(i) for i in range(len(self.keys))], None, None)
+
+
+class RoleStates(NamedTuple):
+    """Keys, or values, of some layers, and the rotary tables and positions that turned them, None where none did."""
+
+    layers: list[torch.Tensor]
+    rotary: tuple[RotaryTable, ...] | None
+    position_ids: torch.Tensor | None
+
+    def select(self, layers: Iterable[int]) -> RoleStates:
+        """Keep some layers."""
+        layers = list(layers)
+        rotary = None if self.rotary is None else tuple(self.rotary[i] for i in layers)
+        return RoleStates([self.layers[i] for i in layers], rotary, self.position_ids)
+
+    def stripped(self, i: int) -> torch.Tensor:
+        """The states of one layer without RoPE: keys in float32, values as cached."""
+        if self.rotary is None or self.position_ids is None:
+            return self.layers[i]
+        return strip_rope(self.layers[i], *self.rotary[i].cos_sin(self.position_ids, self.layers[i].dtype))
+
+    def mean(self) -> torch.Tensor:
+        """Mean of every head's stripped states, `[layers, H, D]` float32."""
+        return torch.stack([self.stripped(i).float().mean((0, 2)) for i in range(len(self.layers))])
+
+    def tables(self, known: dict) -> tuple[ops.Tables, torch.Tensor]:
+        """What a kernel reads of the rotation: the stacked tables, kept in `known`, and the positions."""
+        states = self.layers[0]
+        position_ids = self.position_ids
+        if position_ids is None:
+            position_ids = torch.zeros((1, states.shape[2]), dtype=torch.int32, device=states.device)
+        stack = known.setdefault(self.rotary, NO_ROTATION if self.rotary is None else RotaryStack(self.rotary))
+        end = 1 if self.rotary is None else int(position_ids.max()) + 1
+        cos_sin = stack.cos_sin(end, states.dtype, states.device)
+        return (*cos_sin, stack.index(range(len(self.layers)), states.device)), position_ids
+
+
+@dataclass(frozen=True)
+class PairedStates:
+    """The states of both models on the same tokens; row (b, t) of one belongs to row (b, t) of the other.
+
+    sample_weight: `[B, T]` weight of each row, None for ones.
+    """
+
+    source: LayerStates
+    target: LayerStates
+    sample_weight: torch.Tensor | None = None

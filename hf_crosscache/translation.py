@@ -1,0 +1,128 @@
+"""One hand-off: the source states, the translator and the target's own first positions that a cache's pending layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import ops
+from .errors import GeometryError, HandOffError
+from .source import SourceStates
+from .translator import CacheTranslator, NativeStates
+
+_LAYERS_AT_ONCE = 16  # of one launch, where launches are what a layer costs
+
+
+class PendingTranslation:
+    """Translates the layers of one context, in groups, and keeps each until its layer takes it.
+
+    Args:
+        source: the source's states of the context.
+        translator: fitted for the two models.
+        sinks: the target's own states of the first positions, None where there are none.
+        length: positions to hand over.
+        dtype: of the states to build, where a layer does not say.
+    """
+
+    def __init__(
+        self, source: SourceStates, translator: CacheTranslator, sinks: NativeStates | None, length: int, dtype: torch.dtype
+    ) -> None:
+        self.source, self.translator, self.sinks, self.length, self.dtype = source, translator, sinks, length, dtype
+        self.first = 0 if sinks is None else sinks.length
+        self._pending = set(range(len(translator.target.geometry)))
+        self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._position_ids: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
+        """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
+        twin = object.__new__(PendingTranslation)
+        twin.__dict__ = {**self.__dict__, "source": self.source.__deepcopy__(memo), "_pending": set(self._pending)}
+        twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._ready.items()}
+        memo[id(self)] = twin
+        return twin
+
+    def drop(self, layer_idx: int) -> None:
+        """Forget a layer that is not wanted any more."""
+        self._ready.pop(layer_idx, None)
+        if layer_idx in self._pending:
+            self._pending.discard(layer_idx)
+            self.source.done((layer_idx,))
+
+    @torch.no_grad()
+    def translate_all(self) -> None:
+        """Translate every pending layer, in as few launches as there are shapes of layers."""
+        for run in self.translator.runs:
+            while left := self._pending.intersection(run):
+                self._translate(self._group(min(left), len(run)), self.dtype, 0)
+
+    @torch.no_grad()
+    def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
+
+        Args:
+            like: `[B', H, q, D]` states that the layer is about to append: says the device, dtype and batch to build for, B' a
+                multiple of B, and leaves room for q positions.
+        """
+        if like is not None:
+            self._check(layer_idx, like)
+        if layer_idx not in self._ready:
+            at_once = _LAYERS_AT_ONCE if ops.backend_for(self.source.device) == "triton" else 1
+            dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
+            self._translate(self._group(layer_idx, at_once), dtype, room)
+        keys, values = self._ready.pop(layer_idx)
+        if like is None:
+            return keys, values
+        repeats = like.shape[0] // self.source.batch_size
+        keys, values = (states.to(like) for states in (keys, values))
+        return (keys, values) if repeats == 1 else (keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0))
+
+    def _group(self, first: int, at_once: int) -> range:
+        """The pending layers of one shape from `first` on, at most so many."""
+        run = next(run for run in self.translator.runs if first in run)
+        stop = first + 1
+        while stop < min(run.stop, first + at_once) and stop in self._pending:
+            stop += 1
+        return range(first, stop)
+
+    def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
+        shape = self.translator.target.geometry.layers[layers.start]
+        batch, device = self.source.batch_size, self.source.device
+        size = (2, len(layers), batch, shape.num_key_value_heads, self.length + room, shape.head_dim)
+        keys, values = torch.empty(size, dtype=dtype, device=device)
+        if self.sinks is not None:
+            for states, native in zip((keys, values), self.sinks.stacked(layers, dtype, device), strict=True):
+                states[:, :, :, : self.first] = native
+        if self.first < self.length:
+            if self._position_ids is None:
+                self._position_ids = torch.arange(self.first, self.length, dtype=torch.int32, device=device)[None]
+            rows = slice(self.first, self.length)
+            flags = self.translator.translate(
+                layers, *self.source.read_by(layers, rows), self._position_ids, self._position_ids, self.length,
+                keys[:, :, :, rows], values[:, :, :, rows],
+            )  # fmt: skip
+            self._check_finite(layers, flags)
+        self.source.done(layers)
+        self._pending.difference_update(layers)
+        self._ready.update({layer: (keys[i], values[i]) for i, layer in enumerate(layers)})
+
+    def _check(self, layer_idx: int, like: torch.Tensor) -> None:
+        shape = self.translator.target.geometry.layers[layer_idx]
+        if like.shape[1] != shape.num_key_value_heads or like.shape[3] != shape.head_dim:
+            raise GeometryError(
+                f"Target layer {layer_idx}: {shape.num_key_value_heads} heads of {shape.head_dim} expected, the model has "
+                f"{like.shape[1]} of {like.shape[3]}. Pass the target model that the translator was fitted on."
+            )
+        if like.shape[0] % self.source.batch_size:
+            raise HandOffError(
+                f"The source cache holds {self.source.batch_size} sequences, the target reads {like.shape[0]}: "
+                "the same number, or a multiple of it, expected."
+            )
+
+    def _check_finite(self, layers: Sequence[int], flags: torch.Tensor) -> None:
+        for layer_idx, role in flags.nonzero().tolist():
+            raise HandOffError(
+                f"Target layer {layers[layer_idx]}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN or "
+                "infinite states, or a model overflows in its dtype; prefill the target natively."
+            )
