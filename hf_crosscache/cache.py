@@ -111,13 +111,14 @@ class TranslatedCache(Cache):
 class TranslatedLayer(DynamicLayer):
     """One layer of a `TranslatedCache`: pending until first used, a `DynamicLayer` from then on."""
 
-    _pending: PendingTranslation | None = None
+    is_initialized = False
+    _keys: torch.Tensor | None = None
+    _values: torch.Tensor | None = None
     _room: tuple[torch.Tensor, torch.Tensor] | None = None  # what keys and values are the beginning of, while nobody else has seen it
 
     def __init__(self, hand_off: PendingTranslation, layer_idx: int) -> None:
-        self._keys = self._values = None
-        self.is_initialized = False
-        self._pending, self._layer_idx = hand_off, layer_idx
+        self._pending: PendingTranslation | None = hand_off
+        self._layer_idx = layer_idx
 
     @property
     def is_pending(self) -> bool:
@@ -198,7 +199,9 @@ def _check_ids(input_ids: torch.Tensor | None, source: SourceStates, target_mode
             f"input_ids of shape [{source.batch_size}, at least {source.length}] expected, since the source cache holds that context; "
             f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
         )
-    pad = None if target_model is None else target_model.config.get_text_config(decoder=True).pad_token_id
+    if target_model is None:
+        return
+    pad = target_model.config.get_text_config(decoder=True).pad_token_id
     starts_with_padding = (input_ids[:, 0] == pad) if pad is not None else torch.tensor([False])
     if starts_with_padding.any() and not starts_with_padding.all():
         raise HandOffError(
@@ -230,7 +233,7 @@ def _sinks(
         raise HandOffError(
             f"The first {wanted} positions are never translated; the translator carries states for {len(opening.token_ids)}. {mend}"
         )
-    if input_ids is not None and (input_ids[:, :wanted].cpu() != torch.tensor(opening.token_ids[:wanted])).any():
+    if input_ids is not None and any(tuple(row) != opening.token_ids[:wanted] for row in input_ids[:, :wanted].tolist()):
         raise HandOffError(
             f"The context does not begin with the tokens {list(opening.token_ids[:wanted])} that the translator has states for. {mend}"
         )

@@ -60,7 +60,7 @@ class PackedMaps:
     """The maps of N target layers of one shape, ready for one launch.
 
     source_layers: the source layers that they read, in the order of the lists that go with them.
-    blocks: int32 `[N, 2, G, k, 2]` on the CPU, (index into source_layers, head); key_weight, value_weight `[N, H, n, D]` in the dtypes
+    blocks: int32 `[N, 2, G, k, 2]`, (index into source_layers, head); key_weight, value_weight `[N, H, n, D]` in the dtypes
     that the kernel multiplies; bias float32 `[N, 2, H, D]`.
     """
 
@@ -99,7 +99,7 @@ class PackedMaps:
             weights.append(padded)
             rounded = (layer_map.bias_for(layer_map.weight.to(operand)) for layer_map in maps)
             biases.append(torch.stack([bias.to(device) for bias in rounded]))
-        return cls(tuple(source_layers.tolist()), blocks, weights[0], weights[1], torch.stack(biases, dim=1))
+        return cls(tuple(source_layers.tolist()), blocks.to(device), weights[0], weights[1], torch.stack(biases, dim=1))
 
     def select(self, start: int, stop: int) -> PackedMaps:
         """Return the maps of some of the layers; weights and biases are views."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +29,7 @@ def translate_kv(
     target_positions: torch.Tensor,
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
+    begin: int = 0,
 ) -> torch.Tensor:
     """Translate some positions for some target layers; see `translate_kv_reference` for the formula and the shapes.
 
@@ -38,7 +40,7 @@ def translate_kv(
         GeometryError: the blocks do not fill the weights' input width, or the outputs have other shapes.
     """
     layers, heads, width, head_dim = key_weight.shape
-    expected = (layers, source_keys[0].shape[0], heads, source_keys[0].shape[2], head_dim)
+    expected = (layers, source_keys[0].shape[0], heads, target_positions.shape[1], head_dim)
     for out in (out_keys, out_values):
         if tuple(out.shape) != expected:
             raise GeometryError(f"Translated states have shape {expected}; the output has {tuple(out.shape)}.")
@@ -49,7 +51,7 @@ def translate_kv(
     with full_float32():
         kernels.translate_kv(
             source_keys, source_values, blocks, key_weight, value_weight, bias, *source_tables, source_positions,
-            *target_tables, target_positions, out_keys, out_values, flags,
+            *target_tables, target_positions, out_keys, out_values, flags, begin,
         )  # fmt: skip
     return flags
 
@@ -85,9 +87,27 @@ def weighted_products(
 
 
 @contextmanager
+def forced_backend(name: str | None) -> Iterator[None]:
+    """Run the kernels by one implementation, "reference" or "triton", for a while; None leaves the choice to the device."""
+    before = os.environ.get(kernels.BACKEND)
+    if name is not None:
+        os.environ[kernels.BACKEND] = name
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(kernels.BACKEND, None)
+        else:
+            os.environ[kernels.BACKEND] = before
+
+
+@contextmanager
 def full_float32() -> Iterator[None]:
     """Run float32 products without TF32, whatever the caller's setting: ten bits of mantissa do not carry a Gram matrix."""
     before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
     torch.set_float32_matmul_precision("highest")
     try:
         yield

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import copy
+from collections.abc import Iterable, Mapping, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache
@@ -12,9 +13,12 @@ from transformers.cache_utils import DynamicLayer
 from .errors import GeometryError, HandOffError
 from .geometry import CacheGeometry
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class SourceStates:
-    """The layers of a source cache for one hand-off.
+    """The layers of a source cache for one hand-off: never changed, but replaced by what is left of it.
 
     The source cache itself is never written to. A layer is let go when the last target layer that reads it is done. Layers of a model
     that is spread over several devices are brought to that of the first one.
@@ -25,14 +29,16 @@ class SourceStates:
         readers: source layer -> target layers that read it.
     """
 
-    def __init__(self, cache: Cache | Iterable[Any], geometry: CacheGeometry, readers: Mapping[int, Iterable[int]]) -> None:
+    def __init__(self, cache: Cache | Iterable[Any], geometry: CacheGeometry, readers: Mapping[int, Set[int]]) -> None:
         layers = _layers_of(cache)
         if len(layers) != len(geometry):
             raise GeometryError(f"The source cache has {len(layers)} layers; the translator's source has {len(geometry)}.")
         first = layers[0][0]
         self.batch_size, self.length = first.shape[0], first.shape[2]
+        shape, of = None, None
         for layer_idx, (pair, layer) in enumerate(zip(layers, geometry.layers, strict=True)):
-            shape = (self.batch_size, layer.num_key_value_heads, self.length, layer.head_dim)
+            if layer is not of:  # layers of one shape mostly are one object
+                shape, of = (self.batch_size, layer.num_key_value_heads, self.length, layer.head_dim), layer
             if pair[0].shape == shape and pair[1].shape == shape:
                 continue
             role, states = ("keys", pair[0]) if pair[0].shape != shape else ("values", pair[1])
@@ -41,41 +47,37 @@ class SourceStates:
                 "Pass the cache that the translator's source model made."
             )
         self.device, self.dtype = first.device, first.dtype
-        self._readers = {layer: set(targets) for layer, targets in readers.items()}
+        self._readers, self._done = readers, frozenset()
         self._states = {layer: layers[layer] for layer in readers}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> SourceStates:
-        """Share the tensors, which are never written to; count the readers anew."""
-        twin = object.__new__(SourceStates)
-        twin.__dict__ = {**self.__dict__}
-        twin._readers = {layer: set(targets) for layer, targets in self._readers.items()}
-        twin._states = dict(self._states)
-        memo[id(self)] = twin
-        return twin
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Share the tensors, which are never written to."""
+        return copy.copy(self)
 
     @property
     def held_layers(self) -> tuple[int, ...]:
         """The source layers whose tensors are still held."""
         return tuple(sorted(self._states))
 
-    def read_by(self, layers: Iterable[int], rows: slice) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return what some target layers read: source layer -> keys, and values, `[B, H, rows, D]` as cached, on one device."""
-        wanted = set(layers)
-        read = [source for source, targets in self._readers.items() if not targets.isdisjoint(wanted)]
-        keys, values = ({source: self._states[source][role].to(self.device)[:, :, rows] for source in read} for role in range(2))
-        return keys, values
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a source layer, `[B, H, T, D]` as cached, on the device of the first."""
+        keys, values = pair = self._states[layer_idx]
+        if keys.device == self.device and values.device == self.device:
+            return pair
+        return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
 
-    def done(self, layers: Iterable[int]) -> None:
-        """Note that some target layers are translated; let go of the source layers that no other one reads."""
-        for source, targets in list(self._readers.items()):
-            targets.difference_update(layers)
-            if not targets:
-                del self._readers[source]
-                self._states.pop(source, None)
+    def without(self, layers: Iterable[int]) -> Self:
+        """Return what is left when some more target layers are translated: only source layers that another one reads."""
+        rest = copy.copy(self)
+        rest._done = self._done.union(layers)
+        rest._states = {source: pair for source, pair in self._states.items() if not self._readers[source] <= rest._done}
+        return rest
 
 
 def _layers_of(cache: Cache | Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if isinstance(cache, Cache):
+        if cache.layers and all([type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers]):
+            return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]
         layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(cache.layers)]
     else:
         layers = [(pair[0], pair[1]) for pair in cache]
@@ -90,8 +92,6 @@ def _states_of_layer(layer: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Te
         raise HandOffError(
             f"Source cache, layer {layer_idx}: no keys and values. Run the source model over the context with this cache first."
         )
-    if type(layer) is DynamicLayer:
-        return keys, values
     length = int(layer.get_seq_length())
     if length == 0:
         raise HandOffError(

@@ -32,14 +32,14 @@ class PendingTranslation:
         self.source, self.translator, self.sinks, self.length, self.dtype = source, translator, sinks, length, dtype
         self.first = 0 if sinks is None else sinks.length
         self._pending = set(range(len(translator.target.geometry)))
-        self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._ready: dict[int, tuple[torch.Tensor, int]] = {}  # layer -> where it lies in `[2, N, B, H, length or more, D]`
         self._position_ids: torch.Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
         """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
         twin = object.__new__(PendingTranslation)
-        twin.__dict__ = {**self.__dict__, "source": self.source.__deepcopy__(memo), "_pending": set(self._pending)}
-        twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._ready.items()}
+        twin.__dict__ = {**self.__dict__, "_pending": set(self._pending)}
+        twin._ready = {layer: (states[:, at : at + 1].clone(), 0) for layer, (states, at) in self._ready.items()}
         memo[id(self)] = twin
         return twin
 
@@ -48,7 +48,7 @@ class PendingTranslation:
         self._ready.pop(layer_idx, None)
         if layer_idx in self._pending:
             self._pending.discard(layer_idx)
-            self.source.done((layer_idx,))
+            self.source = self.source.without((layer_idx,))
 
     @torch.no_grad()
     def translate_all(self) -> None:
@@ -71,7 +71,8 @@ class PendingTranslation:
             at_once = _LAYERS_AT_ONCE if ops.backend_for(self.source.device) == "triton" else 1
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
             self._translate(self._group(layer_idx, at_once), dtype, room)
-        keys, values = self._ready.pop(layer_idx)
+        states, at = self._ready.pop(layer_idx)
+        keys, values = states[:, at]
         if like is None:
             return keys, values
         repeats = like.shape[0] // self.source.batch_size
@@ -81,31 +82,30 @@ class PendingTranslation:
     def _group(self, first: int, at_once: int) -> range:
         """The pending layers of one shape from `first` on, at most so many."""
         run = next(run for run in self.translator.runs if first in run)
-        stop = first + 1
-        while stop < min(run.stop, first + at_once) and stop in self._pending:
-            stop += 1
-        return range(first, stop)
+        last = min(run.stop, first + at_once)
+        taken = set(range(first + 1, last)).difference(self._pending)
+        return range(first, min(taken, default=last))
 
     def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
         shape = self.translator.target.geometry.layers[layers.start]
         batch, device = self.source.batch_size, self.source.device
         size = (2, len(layers), batch, shape.num_key_value_heads, self.length + room, shape.head_dim)
-        keys, values = torch.empty(size, dtype=dtype, device=device)
+        states, flags = torch.empty(size, dtype=dtype, device=device), None
         if self.sinks is not None:
-            for states, native in zip((keys, values), self.sinks.stacked(layers, dtype, device), strict=True):
-                states[:, :, :, : self.first] = native
+            states[:, :, :, :, : self.first] = self.sinks.stacked(layers, dtype, device)
         if self.first < self.length:
             if self._position_ids is None:
                 self._position_ids = torch.arange(self.first, self.length, dtype=torch.int32, device=device)[None]
-            rows = slice(self.first, self.length)
+            keys, values = states[:, :, :, :, self.first : self.length]
             flags = self.translator.translate(
-                layers, *self.source.read_by(layers, rows), self._position_ids, self._position_ids, self.length,
-                keys[:, :, :, rows], values[:, :, :, rows],
-            )  # fmt: skip
+                layers, self.source, self._position_ids, self._position_ids, self.length, keys, values, self.first
+            )
+        rest = self.source.without(layers)  # while the device works
+        if flags is not None:
             self._check_finite(layers, flags)
-        self.source.done(layers)
+        self.source = rest
         self._pending.difference_update(layers)
-        self._ready.update({layer: (keys[i], values[i]) for i, layer in enumerate(layers)})
+        self._ready.update({layer: (states, i) for i, layer in enumerate(layers)})
 
     def _check(self, layer_idx: int, like: torch.Tensor) -> None:
         shape = self.translator.target.geometry.layers[layer_idx]
@@ -121,7 +121,9 @@ class PendingTranslation:
             )
 
     def _check_finite(self, layers: Sequence[int], flags: torch.Tensor) -> None:
-        for layer_idx, role in flags.nonzero().tolist():
+        found = flags.cpu()
+        if found.any():
+            layer_idx, role = found.nonzero()[0].tolist()
             raise HandOffError(
                 f"Target layer {layers[layer_idx]}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN or "
                 "infinite states, or a model overflows in its dtype; prefill the target natively."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,18 +26,18 @@ class NativeStates:
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    _stacked: dict[Any, tuple[torch.Tensor, torch.Tensor]] = field(init=False, repr=False, default_factory=dict)
+    _stacked: dict[Any, torch.Tensor] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def length(self) -> int:
         return self.keys[0].shape[2]
 
-    def stacked(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some layers of one shape, `[N, B or 1, H, s, D]`; kept, since the states of an opening serve every hand-off."""
+    def stacked(self, layers: range, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Keys and values of some layers of one shape, `[2, N, B or 1, H, s, D]`; kept, since those of an opening serve every hand-off."""
         key = (layers, dtype, device)
         if key not in self._stacked:
-            keys, values = (torch.stack([states[i].to(device, dtype) for i in layers]) for states in (self.keys, self.values))
-            self._stacked[key] = (keys, values)
+            sides = (torch.stack([states[i].to(device, dtype) for i in layers]) for states in (self.keys, self.values))
+            self._stacked[key] = torch.stack(tuple(sides))
         return self._stacked[key]
 
 
@@ -103,37 +103,42 @@ class CacheTranslator:
     def translate(
         self,
         layers: range,
-        source_keys: dict[int, torch.Tensor],
-        source_values: dict[int, torch.Tensor],
+        source: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
         source_position_ids: torch.Tensor,
         target_position_ids: torch.Tensor,
         positions: int,
         out_keys: torch.Tensor,
         out_values: torch.Tensor,
+        begin: int = 0,
     ) -> torch.Tensor:
         """Translate some positions for some target layers of one run.
 
         Args:
             layers: the target layers, N of them.
-            source_keys, source_values: source layer -> `[B, H_src, T, D_src]` as cached, keys with their RoPE, at the same positions.
+            source: source layer -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their RoPE, on one device.
             source_position_ids, target_position_ids: int32 `[B or 1, T]`, where each model sees the tokens; all below `positions`.
             out_keys, out_values: `[N, B, H, T, D]`, written in full: keys rotated to their positions, in the target's dtype.
+            begin: the row of the source states of the first of the T positions.
 
         Returns:
             int32 `[N, 2]`: 1 where keys (0) or values (1) of a layer are not finite.
         """
-        some = source_values[next(iter(source_values))]
-        device, dtype = some.device, some.dtype
+        like = source[next(iter(self.source_layers(layers.start)))][1]
+        device, dtype = like.device, like.dtype
         maps, source_index, target_index = self._launch(layers, dtype, device)
-        keys = [source_keys[layer] for layer in maps.source_layers]
+        pairs = [source[layer] for layer in maps.source_layers]
+        keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         rotary = self._source_rotary
         if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
             tables = [self.source.geometry.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
-            keys = [strip_rope(states, *table) for states, table in zip(keys, tables, strict=True)]
+            rows = slice(begin, begin + source_position_ids.shape[1])
+            keys = [strip_rope(states[:, :, rows], *table) for states, table in zip(keys, tables, strict=True)]
+            values = [states[:, :, rows] for states in values]
+            begin = 0
             rotary = NO_ROTATION
         return ops.translate_kv(
             keys,
-            [source_values[layer] for layer in maps.source_layers],
+            values,
             maps.blocks,
             maps.key_weight,
             maps.value_weight,
@@ -144,6 +149,7 @@ class CacheTranslator:
             target_position_ids,
             out_keys,
             out_values,
+            begin,
         )
 
     def _launch(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:

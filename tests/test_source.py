@@ -19,9 +19,8 @@ def test_what_a_target_layer_reads_is_as_cached():
     model, ids = tiny_model("llama"), random_ids(2, 12)
     cache, _ = prefill(model, ids)
     states = SourceStates(cache, CacheGeometry.from_model(model), READERS)
-    keys, values = states.read_by([0], slice(4, 10))
-    assert set(keys) == set(values) == {0, 1}
-    assert torch.equal(keys[0], cache.layers[0].keys[:, :, 4:10]) and torch.equal(values[1], cache.layers[1].values[:, :, 4:10])
+    assert states.held_layers == (0, 1, 2)
+    assert torch.equal(states[0][0], cache.layers[0].keys) and torch.equal(states[1][1], cache.layers[1].values)
     assert (states.batch_size, states.length) == (2, 12)
 
 
@@ -35,19 +34,16 @@ def test_pairs_of_tensors_and_a_static_cache_are_read_like_a_dynamic_one():
     for other in (pairs, tuple(pairs), static):
         states = SourceStates(other, geometry, READERS)
         assert states.length == 12
-        found = states.read_by([1], slice(None))[0][2]
+        found = states[2][0]
         torch.testing.assert_close(found, cache.layers[2].keys, rtol=1e-4, atol=1e-5)
 
 
-def test_layers_are_let_go_with_their_last_reader_and_a_copy_keeps_its_own():
+def test_layers_are_let_go_with_their_last_reader():
     model = tiny_model("llama")
     states = SourceStates(prefill(model, random_ids(1, 6))[0], CacheGeometry.from_model(model), READERS)
-    twin = copy.deepcopy(states)
-    states.done([0])
-    assert states.held_layers == (1, 2)
-    states.done([1])
-    assert states.held_layers == () and twin.held_layers == (0, 1, 2)
-    assert twin.read_by([0], slice(None))[1][0].numel()
+    first = states.without([0])
+    assert first.held_layers == (1, 2) and first.without([1]).held_layers == ()
+    assert states.held_layers == copy.deepcopy(states).held_layers == (0, 1, 2)
 
 
 def test_a_window_that_has_dropped_tokens_is_refused():

@@ -72,8 +72,8 @@ def test_keys_are_stripped_mapped_and_rotated_and_values_mapped():
     rotary = translator.source.geometry.rotary[1]
     here, there = torch.arange(9, dtype=torch.int32)[None], torch.arange(30, 39, dtype=torch.int32)[None]
     keys, values = torch.full((2, 1, *cache.layers[1].keys.shape), float("nan"))
-    states = {1: cache.layers[1].keys}, {1: cache.layers[1].values}
-    flags = translator.translate(range(1, 2), *states, here, there, 39, keys, values)
+    states = {1: (cache.layers[1].keys, cache.layers[1].values)}
+    flags = translator.translate(range(1, 2), states, here, there, 39, keys, values)
     stripped = strip_rope(cache.layers[1].keys, *rotary.cos_sin(here, torch.float32))
     torch.testing.assert_close(keys[0], apply_rope(stripped, *rotary.cos_sin(there, torch.float32)))
     torch.testing.assert_close(values[0], cache.layers[1].values)

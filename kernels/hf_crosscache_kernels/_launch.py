@@ -53,14 +53,18 @@ def interpreting() -> bool:
 
 
 def readable(layers: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[int]]:
-    """Return `[B, H, T, D]` tensors that share their strides and start every row at 16 bytes, copying them if need be, and their addresses.
+    """Return `[B, H, T, D]` tensors of one shape that share their strides and start every row at 16 bytes, copying them if need be.
 
     A kernel reads all layers through one set of strides; the layers of one cache have one as a rule.
+
+    Returns:
+        the tensors, and their addresses.
     """
     strides, bytes_each = layers[0].stride(), layers[0].element_size()
     pointers = [layer.data_ptr() for layer in layers]
-    starts = strides[-1] == 1 and all(stride * bytes_each % _ALIGNMENT == 0 for stride in strides[:-1])
-    if starts and not any(pointer % _ALIGNMENT for pointer in pointers) and all([layer.stride() == strides for layer in layers]):
+    alike = all([layer.is_contiguous() for layer in layers]) or all([layer.stride() == strides for layer in layers])
+    starts = strides[-1] == 1 and not any([stride * bytes_each % _ALIGNMENT for stride in strides[:-1]])
+    if alike and starts and not any([pointer % _ALIGNMENT for pointer in pointers]):
         return layers, pointers
     copies = [layer.clone(memory_format=torch.contiguous_format) for layer in layers]
     return copies, [copy.data_ptr() for copy in copies]
@@ -79,8 +83,19 @@ def row_stride(positions: torch.Tensor) -> int:
     return positions.stride(0) if positions.shape[0] > 1 else 0
 
 
+@cache
 def name_of(dtype: torch.dtype) -> Any:
     """Return triton's name of a dtype."""
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Divide, rounding up; triton's own takes ten microseconds."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """Return the next power of two, n included."""
+    return 1 << (n - 1).bit_length()

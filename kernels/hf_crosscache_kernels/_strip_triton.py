@@ -22,7 +22,8 @@ def strip_kernel(
     positions,  # int [B or 1, T]
     shift,  # float32 [layers, H, DIM], subtracted where CENTRED
     out,  # [layers, B, H, tokens, DIM], rows contiguous
-    begin,  # the first token to read
+    first_position,  # the row of `positions` of the first token to read
+    begin,  # its row in the states
     tokens,  # how many
     token_blocks,
     batch,
@@ -55,7 +56,7 @@ def strip_kernel(
     if ROTARY > 0:
         HALF: tl.constexpr = ROTARY // 2
         CHUNK: tl.constexpr = columns_at_once(HALF)
-        at = tl.load(positions + row * position_stride + begin + start + offsets, mask=in_context, other=0).to(tl.int64) * HALF
+        at = tl.load(positions + row * position_stride + first_position + start + offsets, mask=in_context, other=0).to(tl.int64) * HALF
         at += tl.load(tables + layer) * table_size
         for first in tl.static_range(0, HALF, CHUNK):
             column = first + tl.arange(0, CHUNK)

@@ -3,7 +3,63 @@
 import triton
 import triton.language as tl
 
-from ._strip_triton import columns_at_once
+from ._strip_triton import columns_at_once, strip_kernel
+
+
+@triton.jit
+def prepare_kernel(
+    rotated,  # int64 [source layers]: addresses of the keys as cached, and what else strip_kernel takes
+    source_tables,
+    cos_table,
+    sin_table,
+    positions,
+    no_shift,
+    scratch,
+    first_position,
+    begin,
+    tokens,
+    token_blocks,
+    batch,
+    heads,
+    stride_b,
+    stride_h,
+    stride_t,
+    scratch_stride_layer,
+    scratch_stride_b,
+    scratch_stride_h,
+    position_stride,
+    table_size,
+    layers,  # int64 [2, source layers]: addresses of pre-RoPE keys, and of values
+    blocks,  # int32 [N, 2, reads, 2]: (layer, head) of every source head that is read
+    located,  # int64 [N, 2, reads]: their addresses
+    reads,
+    source_layers,
+    key_head_bytes,
+    value_head_bytes,
+    strips,  # how many programs strip; the others locate
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    READS: tl.constexpr,
+):
+    """Strip the keys, and find the address of every source head once, since every program of `map_kernel` would wait for the same loads."""
+    row = tl.program_id(0) - strips  # of a target layer and a role
+    if row < 0:
+        strip_kernel(
+            rotated, source_tables, cos_table, sin_table, positions, no_shift, scratch, first_position, begin, tokens, token_blocks, batch,
+            heads, stride_b, stride_h, stride_t, scratch_stride_layer, scratch_stride_b, scratch_stride_h, position_stride, table_size,
+            DIM, ROTARY, False, DTYPE, BLOCK_T,
+        )  # fmt: skip
+    else:
+        role = row % 2
+        read = tl.arange(0, READS)
+        ok = read < reads
+        layer = tl.load(blocks + 2 * (row * reads + read), mask=ok, other=0)
+        head = tl.load(blocks + 2 * (row * reads + read) + 1, mask=ok, other=0).to(tl.int64)
+        head_bytes = key_head_bytes if role == 0 else value_head_bytes
+        address = tl.load(layers + role * source_layers + layer, mask=ok, other=0) + head * head_bytes
+        tl.store(located + row * reads + read, address, mask=ok)
 
 
 @triton.jit
@@ -20,7 +76,8 @@ def map_kernel(
     out_values,
     flags,  # int32 [N, 2]: raised where a state is not finite
     begin,  # the first token to write
-    key_begin,  # where its keys are
+    key_begin,  # the row of its keys
+    value_begin,  # and of its values
     tokens,  # how many
     token_blocks,
     batch,
@@ -110,7 +167,7 @@ def map_kernel(
             else:
                 _store_rotated(acc, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
     else:
-        first = row * value_stride_b + wide * value_stride_t
+        first = row * value_stride_b + (value_begin + start).to(tl.int64) * value_stride_t
         columns = tl.arange(0, BLOCK_N)
         column_ok = columns < TARGET_DIM
         acc = _map(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._launch import backend_for, interpreting, name_of, readable, register, row_stride
+from ._launch import backend_for, ceil_div, interpreting, name_of, readable, register, row_stride
 from .reference import accumulate_moments_reference
 
 _ROWS_AT_ONCE = 4096  # of the panels, and of one float32 sum: what follows is added in float64
@@ -107,8 +107,6 @@ def _launch(
     sum_xy: torch.Tensor,
     sum_yy: torch.Tensor,
 ) -> None:
-    import triton
-
     from ._moments_triton import products_kernel, sums_kernel
 
     batch, source_heads, tokens, x_dim = source[0].shape
@@ -145,7 +143,7 @@ def _launch(
             )  # fmt: skip
             for states, blocks, sums, squares, dim in ((x, x_blocks, sum_x, None, x_dim), (y, y_blocks, sum_y, sum_yy, y_dim)):
                 width = sums.shape[1]
-                sums_kernel[(triton.cdiv(width, _TILE), len(sums))](
+                sums_kernel[(ceil_div(width, _TILE), len(sums))](
                     states, blocks, weight, scale, sums, sums if squares is None else squares, count, capacity, width, blocks.shape[1],
                     stride, DIM=dim, SQUARED=squares is not None, **meta,
                 )  # fmt: skip
@@ -185,18 +183,16 @@ def _fill(
     positions: torch.Tensor,
 ) -> None:
     """Write the stripped, centred states of some rows into a panel, `[layers * heads, sequences * tokens, D]`."""
-    import triton
-
     from ._strip_triton import strip_kernel
 
     states, pointers = readable([layer[rows[0]] for layer in layers])
     batch, heads, _, dim = states[0].shape
     begin, length = rows[1].start, rows[1].stop - rows[1].start
     per_head = panel.stride(0)
-    blocks = triton.cdiv(length, 128)
+    blocks = ceil_div(length, 128)
     own = positions[rows[0]] if positions.shape[0] > 1 else positions
     strip_kernel[(len(states) * batch * heads * blocks,)](
-        torch.tensor(pointers).to(panel.device), tables, cos.contiguous(), sin.contiguous(), own, shift, panel, begin, length, blocks, batch, heads,
+        torch.tensor(pointers).to(panel.device), tables, cos.contiguous(), sin.contiguous(), own, shift, panel, begin, begin, length, blocks, batch, heads,
         *states[0].stride()[:3], heads * per_head, length * dim, per_head, row_stride(own), cos.shape[1] * cos.shape[2],
         DIM=dim, ROTARY=2 * cos.shape[2], CENTRED=True, DTYPE=name_of(states[0].dtype), BLOCK_T=128, num_warps=8,
     )  # fmt: skip

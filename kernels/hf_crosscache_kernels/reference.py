@@ -28,6 +28,7 @@ def translate_kv_reference(
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
     flags: torch.Tensor,
+    begin: int = 0,
 ) -> None:
     """Translate some positions for N target layers, all of them or one.
 
@@ -38,9 +39,8 @@ def translate_kv_reference(
     scaling off. The two rotations are never folded into one by the difference of their angles: they do not commute with the weight.
 
     Args:
-        source_keys, source_values: per source layer `[B, H_src, T, D_src]`, keys as cached, any floating dtype.
-        blocks: int32 `[N, 2, G, k, 2]` on the CPU, the source heads (layer, head) of keys and of values; G = H, or 1 where all heads
-            read the same.
+        source_keys, source_values: per source layer `[B, H_src, >= begin + T, D_src]`, keys as cached, any floating dtype.
+        blocks: int32 `[N, 2, G, k, 2]` the source heads (layer, head) of keys and of values; G = H, or 1 where all heads read the same.
         key_weight, value_weight: `[N, H, k * D_src, D]`.
         bias: float32 `[N, 2, H, D]`.
         source_cos, source_sin: `[S, P, R_src/2]` S rotary tables over positions 0 to P - 1, attention scaling included; R_src = 0 says
@@ -50,6 +50,7 @@ def translate_kv_reference(
         target_cos, target_sin, target_tables `[N]`, target_positions: the same of the target.
         out_keys, out_values: `[N, B, H, T, D]`, any strides but the last; written in full.
         flags: int32 `[N, 2]`; set to 1 where keys (0) or values (1) of a layer are not finite in the output's dtype, else left alone.
+        begin: the row of the source states of the first of the T positions.
 
     Precision: products and sums in float32, one cast to the dtype of the outputs.
     """
@@ -59,12 +60,13 @@ def translate_kv_reference(
     for n, layer_blocks in enumerate(blocks.tolist()):
         cos, sin = _cos_sin(target_cos, target_sin, target_tables[n], target_positions)
         for start in range(0, out_keys.shape[3], _ROWS_AT_ONCE):
-            rows = slice(start, start + _ROWS_AT_ONCE)
+            rows = slice(start, min(start + _ROWS_AT_ONCE, out_keys.shape[3]))
+            read = slice(begin + rows.start, begin + rows.stop)
             keys = [
-                torch.cat([_turn_back(source_keys[i][:, h, rows], *(t[:, rows] for t in turned[i])) for i, h in group], dim=-1)
+                torch.cat([_turn_back(source_keys[i][:, h, read], *(t[:, rows] for t in turned[i])) for i, h in group], dim=-1)
                 for group in layer_blocks[0]
             ]
-            values = [torch.cat([source_values[i][:, h, rows].float() for i, h in group], dim=-1) for group in layer_blocks[1]]
+            values = [torch.cat([source_values[i][:, h, read].float() for i, h in group], dim=-1) for group in layer_blocks[1]]
             mapped = _map_heads(keys, key_weight[n], bias[n, 0])
             out_keys[n, :, :, rows] = _turn(mapped, cos[:, None, rows], sin[:, None, rows]).to(out_keys.dtype)
             out_values[n, :, :, rows] = _map_heads(values, value_weight[n], bias[n, 1]).to(out_values.dtype)

@@ -1,0 +1,128 @@
+"""Time a switch of models as a user meets it: building a `TranslatedCache`, all Python included, and the first forward pass over it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from harness import SHAPES
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from hf_crosscache import CacheGeometry, CacheTranslator, TranslatedCache
+from hf_crosscache.benchmark import Problem, Row, spread, versions
+from hf_crosscache.compat import cache_argument
+from hf_crosscache.identity import ModelIdentity
+from hf_crosscache.maps import LayerMap, SourceHead
+from hf_crosscache.translator import Opening
+
+PAIR, K, TOKENS, REPEATS = ("Qwen3-14B", "Qwen3-32B"), 4, 1024, 30
+
+
+def cache_rows(device: torch.device, commit: str, tokens: int = TOKENS, repeats: int = REPEATS, **changes: int) -> Iterator[Row]:
+    """Yield four rows: all layers at once, and the first forward pass of the whole target with and without translation in it.
+
+    Args:
+        changes: to the configs of both models, such as a smaller hidden size; none for the published shapes.
+    """
+    models = {}
+    for name in PAIR:
+        layers = SHAPES[name].dims[0] if name == PAIR[1] else 1
+        with device:
+            models[name] = AutoModelForCausalLM.from_config(SHAPES[name].build(layers, **changes), dtype=torch.bfloat16).eval()
+    target = models[PAIR[1]]
+    one = CacheGeometry.from_model(models[PAIR[0]])
+    layers = SHAPES[PAIR[0]].dims[0]
+    source_geometry = replace(one, layers=one.layers * layers, rotary=one.rotary * layers)
+    target_geometry = CacheGeometry.from_model(target)
+    problem = Problem(
+        source_geometry, target_geometry, support="head", k=K, batch=1, tokens=tokens, dtype=torch.bfloat16, device=device
+    )
+    translator = random_translator(problem)
+    source_cache = DynamicCache()
+    for layer_idx, pair in enumerate(zip(problem.keys, problem.values, strict=True)):
+        source_cache.update(*pair, layer_idx)
+    ids = torch.cat((torch.arange(2, 6), torch.randint(2, 1000, (tokens - 4,)))).to(device)[None]
+
+    def begin() -> TranslatedCache:
+        return TranslatedCache(source_cache, translator, input_ids=ids, recompute_last=1)
+
+    def filled() -> DynamicCache:
+        cache = DynamicCache()
+        for layer_idx, (keys, values, _) in enumerate(begin()):
+            cache.update(keys, values, layer_idx)
+        return cache
+
+    @torch.no_grad()
+    def step(cache) -> torch.Tensor:
+        return target(ids[:, -1:], **cache_argument(cache)).logits
+
+    def row(provider: str, times: list[float], error: float | None) -> Row:
+        p20, p50, p80 = (round(value, 4) for value in spread(times))
+        rate = round(problem.streamed_bytes / p50 / 1e6, 1)
+        return Row("TranslatedCache", *PAIR, "head", K, 1, tokens, "bfloat16", provider, p20, p50, p80, rate, 0, None, None, error,
+                   *versions(device), commit)  # fmt: skip
+
+    error = check(problem, begin().translate())
+    step(begin())
+    yield row("all layers at once", timed(lambda _: begin().translate(), lambda: None, repeats), error)
+    native = timed(step, filled, repeats)
+    lazy = timed(step, begin, repeats)
+    whole = timed(lambda _: step(begin()), lambda: None, repeats)
+    difference = (step(begin()) - step(filled())).float().norm() / step(filled()).float().norm()
+    yield row("first forward, native cache", native, None)
+    yield row("first forward, translating lazily", lazy, float(f"{difference:.3g}"))
+    yield row("construction and first forward, translating lazily", whole, float(f"{difference:.3g}"))
+
+
+def timed(run: Callable[[object], object], prepare: Callable[[], object], repeats: int) -> list[float]:
+    """Wall times in milliseconds, each around a call that is synchronised before and after."""
+    times = []
+    for _ in range(repeats + 3):
+        prepared = prepare()
+        synchronise()
+        start = time.perf_counter()
+        run(prepared)
+        synchronise()
+        times.append(1000 * (time.perf_counter() - start))
+    return times[3:]
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def check(problem: Problem, cache: TranslatedCache) -> float:
+    """Hold some layers of a translated cache against the float64 oracle of the problem."""
+    problem.out.fill_(float("nan"))
+    problem.translate()
+    worst = 0.0
+    for layer_idx, (keys, values, _) in enumerate(cache):
+        for role, states in enumerate((keys, values)):
+            want = problem.out[role, layer_idx, :, :, 4:-1].float()
+            worst = max(worst, ((states[:, :, 4:].float() - want).norm() / want.norm()).item())
+    if not worst < 1e-6:
+        raise SystemExit(f"The cache differs from the kernel by {worst:.2g}")
+    return max(problem.relative_error(layer) for layer in (0, len(problem.target) // 2, len(problem.target) - 1))
+
+
+def random_translator(problem: Problem) -> CacheTranslator:
+    """The random maps of a problem as a translator, with constants for an opening of four tokens."""
+    maps = []
+    for role, weights in enumerate(problem.weights):
+        maps.append(
+            tuple(
+                LayerMap(
+                    tuple(tuple(SourceHead(*read) for read in group) for group in problem.blocks[n, role].tolist()),
+                    weights[n].float(),
+                    torch.zeros(problem.blocks.shape[2], weights.shape[2], device=problem.device),
+                    problem.bias[n, role],
+                )
+                for n in range(len(problem.target))
+            )
+        )
+    sides = [ModelIdentity(name, geometry, "", None) for name, geometry in zip(PAIR, (problem.source, problem.target), strict=True)]
+    first = [tuple(states[:, :, :4].clone() for states in side) for side in problem.out.nan_to_num(0.5)]
+    return CacheTranslator(*sides, *maps, sink_tokens=4, opening=Opening((2, 3, 4, 5), *first))
