@@ -114,7 +114,6 @@ class TranslatedLayer(DynamicLayer):
     is_initialized = False
     _keys: torch.Tensor | None = None
     _values: torch.Tensor | None = None
-    _room: tuple[torch.Tensor, torch.Tensor] | None = None  # what keys and values are the beginning of, while nobody else has seen it
 
     def __init__(self, hand_off: PendingTranslation, layer_idx: int) -> None:
         self._pending: PendingTranslation | None = hand_off
@@ -133,7 +132,7 @@ class TranslatedLayer(DynamicLayer):
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        self._keys, self._room = states, None
+        self._keys = states
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -143,7 +142,7 @@ class TranslatedLayer(DynamicLayer):
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        self._values, self._room = states, None
+        self._values = states
 
     def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
         """Translate on the first update, to the device, dtype and batch that the layer of the model works in."""
@@ -153,16 +152,18 @@ class TranslatedLayer(DynamicLayer):
             self._translate(key_states)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Append new states. The first ones are written behind the translated context, which has left room for them."""
-        self._translate(key_states)
-        if self._room is None or self._keys is None:
+        """Append new states. The first ones are written behind the translated context, which was built with room for them."""
+        if self._pending is None:
             return super().update(key_states, value_states, *args, **kwargs)
-        start, stop = self._keys.shape[2], self._keys.shape[2] + key_states.shape[2]
-        for room, states in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, start:stop] = states
-        self._keys, self._values = (room[:, :, :stop] for room in self._room)
-        self._room = None
-        return self._keys, self._values
+        start, new = self._pending.length, key_states.shape[2]
+        keys, values = self._pending.take(self._layer_idx, key_states)
+        self._settle(keys, values)
+        if keys.shape[2] != start + new:
+            self._keys, self._values = keys[:, :, :start], values[:, :, :start]
+            return super().update(key_states, value_states, *args, **kwargs)
+        keys.narrow(2, start, new).copy_(key_states)
+        values.narrow(2, start, new).copy_(value_states)
+        return keys, values
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self._pending is None else self._pending.length
@@ -175,20 +176,18 @@ class TranslatedLayer(DynamicLayer):
         """Empty the layer; a pending translation is dropped."""
         if self._pending is not None:
             self._pending.drop(self._layer_idx)
-        self._pending = self._room = self._keys = self._values = None
+        self._pending = self._keys = self._values = None
         self.is_initialized = False
 
     def _translate(self, like: torch.Tensor | None = None) -> None:
-        """Take the translated context from the hand-off; `like`, the states to append, leaves room for them."""
-        if self._pending is None:
-            return
-        length = self._pending.length
-        keys, values = self._pending.take(self._layer_idx, like)
-        self.device = keys.device
-        self._keys, self._values = keys[:, :, :length], values[:, :, :length]
-        if like is not None and keys.shape[2] >= length + like.shape[2]:
-            self._room = (keys, values)
-        self.is_initialized, self._pending = True, None
+        if self._pending is not None:
+            length = self._pending.length
+            keys, values = self._pending.take(self._layer_idx, like)
+            self._settle(keys[:, :, :length], values[:, :, :length])
+
+    def _settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._keys, self._values, self._pending = keys, values, None
+        self.device, self.is_initialized = keys.device, True
 
 
 def _check_ids(input_ids: torch.Tensor | None, source: SourceStates, target_model: PreTrainedModel | None) -> None:

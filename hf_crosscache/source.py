@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,28 +26,29 @@ class SourceStates:
     Args:
         cache: a transformers `Cache` that holds every position from 0, or an iterable of (keys, values) pairs.
         geometry: of the source model.
-        readers: source layer -> target layers that read it.
+        readers: source layer -> the target layers that read it, as bits: bit i is target layer i.
     """
 
-    def __init__(self, cache: Cache | Iterable[Any], geometry: CacheGeometry, readers: Mapping[int, Set[int]]) -> None:
+    def __init__(self, cache: Cache | Iterable[Any], geometry: CacheGeometry, readers: Mapping[int, int]) -> None:
         layers = _layers_of(cache)
         if len(layers) != len(geometry):
             raise GeometryError(f"The source cache has {len(layers)} layers; the translator's source has {len(geometry)}.")
         first = layers[0][0]
         self.batch_size, self.length = first.shape[0], first.shape[2]
-        shape, of = None, None
-        for layer_idx, (pair, layer) in enumerate(zip(layers, geometry.layers, strict=True)):
+        self.device, self.dtype = first.device, first.dtype
+        shape, of, place, self._scattered = None, None, first.get_device(), False
+        for layer_idx, ((keys, values), layer) in enumerate(zip(layers, geometry.layers, strict=True)):
             if layer is not of:  # layers of one shape mostly are one object
                 shape, of = (self.batch_size, layer.num_key_value_heads, self.length, layer.head_dim), layer
-            if pair[0].shape == shape and pair[1].shape == shape:
-                continue
-            role, states = ("keys", pair[0]) if pair[0].shape != shape else ("values", pair[1])
-            raise GeometryError(
-                f"Source cache, layer {layer_idx}: {role} of shape {shape} expected, {tuple(states.shape)} found. "
-                "Pass the cache that the translator's source model made."
-            )
-        self.device, self.dtype = first.device, first.dtype
-        self._readers, self._done = readers, frozenset()
+            if keys.shape != shape or values.shape != shape:
+                role, states = ("keys", keys) if keys.shape != shape else ("values", values)
+                raise GeometryError(
+                    f"Source cache, layer {layer_idx}: {role} of shape {shape} expected, {tuple(states.shape)} found. "
+                    "Pass the cache that the translator's source model made."
+                )
+            if keys.get_device() != place or values.get_device() != place:
+                self._scattered = True
+        self._readers, self._done = readers, 0
         self._states = {layer: layers[layer] for layer in readers}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -61,16 +62,18 @@ class SourceStates:
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a source layer, `[B, H, T, D]` as cached, on the device of the first."""
-        keys, values = pair = self._states[layer_idx]
-        if keys.device == self.device and values.device == self.device:
-            return pair
-        return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
+        keys, values = self._states[layer_idx]
+        if self._scattered:
+            return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
+        return keys, values
 
     def without(self, layers: Iterable[int]) -> Self:
         """Return what is left when some more target layers are translated: only source layers that another one reads."""
         rest = copy.copy(self)
-        rest._done = self._done.union(layers)
-        rest._states = {source: pair for source, pair in self._states.items() if not self._readers[source] <= rest._done}
+        for layer_idx in layers:
+            rest._done |= 1 << layer_idx
+        waiting = ~rest._done
+        rest._states = {source: pair for source, pair in self._states.items() if self._readers[source] & waiting}
         return rest
 
 

@@ -32,14 +32,13 @@ class PendingTranslation:
         self.source, self.translator, self.sinks, self.length, self.dtype = source, translator, sinks, length, dtype
         self.first = 0 if sinks is None else sinks.length
         self._pending = set(range(len(translator.target.geometry)))
-        self._ready: dict[int, tuple[torch.Tensor, int]] = {}  # layer -> where it lies in `[2, N, B, H, length or more, D]`
-        self._position_ids: torch.Tensor | None = None
+        self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, length or more, D]`
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
         """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
         twin = object.__new__(PendingTranslation)
         twin.__dict__ = {**self.__dict__, "_pending": set(self._pending)}
-        twin._ready = {layer: (states[:, at : at + 1].clone(), 0) for layer, (states, at) in self._ready.items()}
+        twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._ready.items()}
         memo[id(self)] = twin
         return twin
 
@@ -50,14 +49,12 @@ class PendingTranslation:
             self._pending.discard(layer_idx)
             self.source = self.source.without((layer_idx,))
 
-    @torch.no_grad()
     def translate_all(self) -> None:
         """Translate every pending layer, in as few launches as there are shapes of layers."""
         for run in self.translator.runs:
             while left := self._pending.intersection(run):
                 self._translate(self._group(min(left), len(run)), self.dtype, 0)
 
-    @torch.no_grad()
     def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
 
@@ -71,13 +68,13 @@ class PendingTranslation:
             at_once = _LAYERS_AT_ONCE if ops.backend_for(self.source.device) == "triton" else 1
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
             self._translate(self._group(layer_idx, at_once), dtype, room)
-        states, at = self._ready.pop(layer_idx)
-        keys, values = states[:, at]
-        if like is None:
-            return keys, values
-        repeats = like.shape[0] // self.source.batch_size
-        keys, values = (states.to(like) for states in (keys, values))
-        return (keys, values) if repeats == 1 else (keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0))
+        keys, values = self._ready.pop(layer_idx)
+        if like is not None and (keys.dtype != like.dtype or keys.device != like.device):
+            keys, values = keys.to(like), values.to(like)
+        if like is not None and like.shape[0] != self.source.batch_size:
+            repeats = like.shape[0] // self.source.batch_size
+            keys, values = keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0)
+        return keys, values
 
     def _group(self, first: int, at_once: int) -> range:
         """The pending layers of one shape from `first` on, at most so many."""
@@ -86,6 +83,7 @@ class PendingTranslation:
         taken = set(range(first + 1, last)).difference(self._pending)
         return range(first, min(taken, default=last))
 
+    @torch.no_grad()
     def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
         shape = self.translator.target.geometry.layers[layers.start]
         batch, device = self.source.batch_size, self.source.device
@@ -94,18 +92,17 @@ class PendingTranslation:
         if self.sinks is not None:
             states[:, :, :, :, : self.first] = self.sinks.stacked(layers, dtype, device)
         if self.first < self.length:
-            if self._position_ids is None:
-                self._position_ids = torch.arange(self.first, self.length, dtype=torch.int32, device=device)[None]
+            position_ids = self.translator.position_ids(self.length, device)[:, self.first :]
             keys, values = states[:, :, :, :, self.first : self.length]
             flags = self.translator.translate(
-                layers, self.source, self._position_ids, self._position_ids, self.length, keys, values, self.first
+                layers, self.source, position_ids, position_ids, self.length, keys, values, self.first
             )
-        rest = self.source.without(layers)  # while the device works
+        rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
         if flags is not None:
             self._check_finite(layers, flags)
         self.source = rest
         self._pending.difference_update(layers)
-        self._ready.update({layer: (states, i) for i, layer in enumerate(layers)})
+        self._ready.update(zip(layers, built, strict=True))
 
     def _check(self, layer_idx: int, like: torch.Tensor) -> None:
         shape = self.translator.target.geometry.layers[layer_idx]

@@ -87,11 +87,13 @@ class CacheTranslator:
         return self.keys[layer_idx].source_layers | self.values[layer_idx].source_layers
 
     @cached_property
-    def readers(self) -> dict[int, frozenset[int]]:
-        """Source layer -> the target layers that read it."""
-        layers = range(len(self.target.geometry))
-        read = sorted(frozenset().union(*(self.source_layers(layer_idx) for layer_idx in layers)))
-        return {source: frozenset(layer for layer in layers if source in self.source_layers(layer)) for source in read}
+    def readers(self) -> dict[int, int]:
+        """Source layer -> the target layers that read it, as bits: bit i is target layer i."""
+        read: dict[int, int] = {}
+        for layer_idx in range(len(self.target.geometry)):
+            for source in self.source_layers(layer_idx):
+                read[source] = read.get(source, 0) | 1 << layer_idx
+        return dict(sorted(read.items()))
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -151,6 +153,14 @@ class CacheTranslator:
             out_values,
             begin,
         )
+
+    def position_ids(self, length: int, device: torch.device) -> torch.Tensor:
+        """Positions 0 to length - 1, int32 `[1, length]`: a view of one tensor that is kept."""
+        known = self._prepared.get(("positions", device))
+        if known is None or known.shape[1] < length:
+            known = torch.arange(1 << max(length - 1, 1023).bit_length(), dtype=torch.int32, device=device)[None]
+            self._prepared["positions", device] = known
+        return known[:, :length]
 
     def _launch(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:
         """Return the packed maps of some layers, and the rotary tables of the source layers that they read and of their own."""

@@ -12,7 +12,7 @@ from hf_crosscache.compat import cache_argument, prefill
 from hf_crosscache.errors import GeometryError, HandOffError
 from hf_crosscache.source import SourceStates
 
-READERS = {0: {0}, 1: {0, 1}, 2: {1}}
+READERS = {0: 0b01, 1: 0b11, 2: 0b10}
 
 
 def test_what_a_target_layer_reads_is_as_cached():

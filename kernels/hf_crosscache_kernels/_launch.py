@@ -13,6 +13,8 @@ import torch
 BACKEND = "HF_CROSSCACHE_BACKEND"
 _OLDEST_TRITON = (3, 5)
 _LIBRARY = torch.library.Library("hf_crosscache", "DEF")
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+_INT32 = 2**31 - 1
 _ALIGNMENT = 16  # bytes: what the kernels assume of every row that they read
 
 
@@ -81,6 +83,28 @@ def register(name: str, implementation: Callable[..., None], mutates: Sequence[s
 def row_stride(positions: torch.Tensor) -> int:
     """Return the stride from one batch row of positions to the next, 0 where one row serves all."""
     return positions.stride(0) if positions.shape[0] > 1 else 0
+
+
+def launch(kernel: Any, grid: tuple[int], arguments: tuple[Any, ...], **meta: Any) -> None:
+    """Launch a kernel, looking up what triton compiled for arguments alike: triton's own lookup costs twice the time of a small launch.
+
+    Args:
+        arguments: tensors and integers, positional, all that are not constexpr.
+        meta: the constexpr ones in the order of the kernel's signature, then launch options.
+    """
+    if interpreting():
+        kernel[grid](*arguments, **meta)
+        return
+    alike = [
+        (a == 1, a % 16 == 0, a > _INT32) if type(a) is int else (a.dtype, a.data_ptr() % _ALIGNMENT) for a in arguments
+    ]  # what triton specialises on
+    key = (kernel, torch.cuda.current_device(), *meta.values(), *alike)
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        _COMPILED[key] = kernel[grid](*arguments, **meta)
+    else:
+        constants = [value for name, value in meta.items() if name.isupper()]
+        compiled[grid[0], 1, 1](*arguments, *constants)
 
 
 @cache

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-from ._launch import backend_for, ceil_div, interpreting, name_of, power_of_2, readable, register, row_stride
+from ._launch import backend_for, ceil_div, interpreting, launch, name_of, power_of_2, readable, register, row_stride
 from .reference import translate_kv_reference
 
 _SCRATCH_BYTES = 512 << 20  # of pre-RoPE keys that are held at once
 _STRIP_BLOCK = 128
 _NEAR = 512  # tokens that all layers translate before the next ones
+_NEAR_SHARED = 1024
 
 
 def weight_dtypes(states: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -52,7 +54,8 @@ def translate_kv(
     `weight_dtypes`, to which weights of another dtype are cast first, and are summed in float32; float32 states in three TF32 products.
     Elsewhere the reference runs.
     """
-    _translate_kv(
+    run = _run if type(out_keys) is torch.Tensor and not torch.compiler.is_compiling() else _translate_kv
+    run(
         source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
         target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags, begin,
     )  # fmt: skip
@@ -125,7 +128,8 @@ def _launch(
         panels = keys[0].new_empty((len(keys), batch, source_heads, part, source_dim), dtype=key_operand)
         first, step = panels.data_ptr(), panels.stride(0) * key_operand.itemsize
         key_addresses, scratch = range(first, first + step * len(keys), step), panels[0]
-    table = torch.tensor((*rotated, *key_addresses, *value_addresses)).to(out_keys.device, non_blocking=True)
+    addresses = array("q", (*rotated, *key_addresses, *value_addresses))
+    table = torch.frombuffer(addresses, dtype=torch.int64).to(out_keys.device, non_blocking=True)
     located = table.new_empty((num_layers, 2, groups, k))
     key_strides, value_strides, scratch_strides = keys[0].stride(), values[0].stride(), scratch.stride()
     maps = (
@@ -133,29 +137,36 @@ def _launch(
         target_cos.contiguous(), target_sin.contiguous(), target_tables, target_positions, out_keys, out_values, flags,
     )  # fmt: skip
     strips = (table, source_tables, source_cos.contiguous(), source_sin.contiguous(), source_positions, bias, scratch)
-    schedule = _schedule(value_dtype, target_dim, tokens, shared=groups == 1 and heads > 1)
-    block_t = schedule["BLOCK_T"]
+    shared = groups == 1 and heads > 1
+    schedule = _schedule(value_dtype, target_dim, tokens, shared=shared)
+    block_t = schedule.pop("BLOCK_T")
     for start in range(0, tokens, part):
         length = min(part, tokens - start)
         if rotary or start == 0:
             strip_blocks = ceil_div(length, _STRIP_BLOCK)
             stripping = len(keys) * batch * source_heads * strip_blocks if rotary else 0
-            kernels.prepare_kernel[(stripping + 2 * num_layers,)](
-                *strips, start, begin + start, length, strip_blocks, batch, source_heads, *key_strides[:3],
-                scratch.numel(), scratch_strides[0], scratch_strides[1], row_stride(source_positions), source_cos.shape[1] * source_cos.shape[2],
+            arguments = (
+                *strips, start, begin + start, length, strip_blocks, batch, source_heads, *key_strides[:3], scratch.numel(),
+                scratch_strides[0], scratch_strides[1], row_stride(source_positions), source_cos.shape[1] * source_cos.shape[2],
                 table[len(keys) :], blocks, located, groups * k, len(keys), scratch_strides[1] * mapped_dtype.itemsize,
                 value_strides[1] * value_dtype.itemsize, stripping,
+            )  # fmt: skip
+            launch(
+                kernels.prepare_kernel, (stripping + 2 * num_layers,), arguments,
                 DIM=source_dim, ROTARY=rotary, DTYPE=name_of(key_dtype), BLOCK_T=_STRIP_BLOCK, READS=power_of_2(groups * k), num_warps=8,
             )  # fmt: skip
         token_blocks = ceil_div(length, block_t)
-        near = min(token_blocks, max(1, _NEAR // block_t))
-        kernels.map_kernel[(2 * batch * ceil_div(token_blocks, near) * num_layers * near * heads,)](
+        near = min(token_blocks, max(1, (_NEAR_SHARED if shared else _NEAR) // block_t))
+        arguments = (
             *maps, start, 0 if rotary else begin + start, begin + start, length, token_blocks, batch, num_layers, heads, near,
             scratch_strides[0], scratch_strides[2], value_strides[0], value_strides[2], *out_keys.stride()[:4], *out_values.stride()[:4],
             row_stride(target_positions), target_cos.shape[1] * target_cos.shape[2],
+        )  # fmt: skip
+        launch(
+            kernels.map_kernel, (2 * batch * ceil_div(token_blocks, near) * num_layers * near * heads,), arguments,
             GROUPS=groups, K=k, SOURCE_DIM=source_dim, TARGET_DIM=target_dim, ROTARY=2 * target_cos.shape[2],
             KEY_DTYPE=name_of(mapped_dtype), VALUE_DTYPE=name_of(value_dtype), KEY_OPERAND=name_of(operands[0]),
-            VALUE_OPERAND=name_of(operands[1]), BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
+            VALUE_OPERAND=name_of(operands[1]), BLOCK_T=block_t, BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
         )  # fmt: skip
 
 
@@ -175,7 +186,7 @@ def _schedule(dtype: torch.dtype, target_dim: int, tokens: int, *, shared: bool)
     if target_dim <= 64:
         return {"BLOCK_T": 128, "num_warps": 4, "num_stages": 3}
     if shared and tokens >= 2048:
-        return {"BLOCK_T": 256, "num_warps": 16, "num_stages": 4}
+        return {"BLOCK_T": 256, "num_warps": 8, "num_stages": 4}
     return {"BLOCK_T": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
 
 
