@@ -17,7 +17,7 @@ from .errors import CrossCacheError
 from .geometry import CacheGeometry
 from .rope import RotaryStack
 
-FIELDS = (
+FIELDS: tuple[str, ...] = (
     "case", "source", "target", "support", "k", "batch", "tokens", "dtype", "provider", "ms_p20", "ms_p50", "ms_p80", "gb_per_s",
     "percent_of_copy", "prefill_ms", "times_faster_than_prefill", "relative_error", "device", "torch", "triton", "commit",
 )  # fmt: skip
@@ -117,9 +117,11 @@ class Problem:
     def translate(self) -> None:
         """Translate all target layers."""
         source, target = self.rotations
+        (key_weight, value_weight), (keys, values) = self.weights, self.out
         ops.translate_kv(
-            self.keys, self.values, self.blocks, *self.weights, self.bias, source, self.position_ids, target, self.position_ids, *self.out
-        )
+            self.keys, self.values, self.blocks, key_weight, value_weight, self.bias, source, self.position_ids, target,
+            self.position_ids, keys, values,
+        )  # fmt: skip
 
     def compiled(self) -> Callable[[], None]:
         """Return the same translation as plain torch through torch.compile, one graph a target layer."""
@@ -141,11 +143,14 @@ class Problem:
 
         def run() -> None:
             for n, (key_heads, value_heads) in enumerate(groups):
-                gathered = (
+                keys, values = (
                     torch.stack([torch.stack([states[layer][:, head] for layer, head in group]) for group in heads])
                     for states, heads in ((self.keys, key_heads), (self.values, value_heads))
                 )
-                one_layer(*gathered, *(weight[n] for weight in self.weights), self.bias[n], *off, *on, self.out[0, n], self.out[1, n])
+                key_weight, value_weight = (weight[n] for weight in self.weights)
+                one_layer(
+                    keys, values, key_weight, value_weight, self.bias[n], off[0], off[1], on[0], on[1], self.out[0, n], self.out[1, n]
+                )
 
         return run
 
@@ -188,7 +193,7 @@ def measure(
     """Time the translation of all target layers by some providers, each after its correctness check.
 
     Args:
-        providers: "triton" (what the library runs on CUDA), "reference", "torch.compile".
+        providers: "triton" (what the library runs on CUDA), "reference" (what it runs elsewhere), "torch.compile".
         copy_gb_per_s: measured on the same device (`copy_bandwidth`), to compare with.
         milliseconds: about how long each provider is timed.
 
@@ -264,7 +269,7 @@ def append(path: Path, rows: Iterable[Row]) -> None:
     is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(FIELDS), lineterminator="\n")
         if is_new:
             writer.writeheader()
         for row in rows:
@@ -274,12 +279,14 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 def table(rows: Iterable[Row]) -> str:
     """Format rows for people."""
-    lines = [f"{'tokens':>7}{'batch':>6}{'k':>4}  {'provider':<14}{'p50 ms':>9}{'GB/s':>8}{'% copy':>8}{'prefill ms':>12}{'faster':>8}  error"]
+    lines = [
+        f"{'tokens':>7}{'batch':>6}{'k':>4}  {'provider':<14}{'p50 ms':>9}{'GB/s':>8}{'% copy':>8}{'prefill ms':>12}{'faster':>8}  error"
+    ]
     for row in rows:
         prefill = f"{row.prefill_ms:>12.2f}{row.times_faster_than_prefill:>7.1f}x" if row.prefill_ms is not None else " " * 20
         lines.append(
             f"{row.tokens:>7}{row.batch:>6}{row.k:>4}  {row.provider:<14}{row.ms_p50:>9.3f}{row.gb_per_s:>8.0f}{row.percent_of_copy:>7.1f}%"
-            f"{prefill}  {row.relative_error:.2g}"
+            f"{prefill}  {'' if row.relative_error is None else format(row.relative_error, '.2g')}"
         )
     return "\n".join(lines)
 

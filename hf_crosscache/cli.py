@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import artefact, demo, report
+from . import artefact, benchmark, demo, ops, report
 from .cache import TranslatedCache
 from .calibration import Calibration, fit_translator
 from .compat import cache_argument, prefill
 from .errors import CrossCacheError
 from .evaluation import evaluate_translator
+from .geometry import CacheGeometry
 from .translator import CacheTranslator
 
 
@@ -87,6 +88,31 @@ def _generate(args: argparse.Namespace) -> None:
 
 def _info(args: argparse.Namespace) -> None:
     _print_info(args.translator)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    source, target = _model(args.source, args), _model(args.target, args)
+    device, dtype = target.device, target.dtype
+
+    def prefill_ms(batch: int, tokens: int) -> float:
+        ids = torch.randint(2, target.config.get_text_config(decoder=True).vocab_size, (batch, tokens), device=device)
+        return benchmark.percentiles(lambda: prefill(target, ids), device)[1]
+
+    reads = benchmark.Side(args.source, CacheGeometry.from_model(source))
+    goes_on = benchmark.Side(args.target, CacheGeometry.from_model(target), prefill_ms)
+    copy = benchmark.copy_bandwidth(device)
+    print(f"{args.source} -> {args.target}, {args.support} support, random maps, {dtype}; a large copy moves {copy:.0f} GB/s")
+    rows, head = [], True
+    for tokens in args.tokens:
+        for row in benchmark.measure(
+            reads, goes_on, k=args.k, batch=args.batch_size, tokens=tokens, device=device, copy_gb_per_s=copy, support=args.support,
+            dtype=dtype, providers=dict.fromkeys((ops.backend_for(device), "reference")), commit=args.commit,
+        ):  # fmt: skip
+            print("\n".join(benchmark.table([row]).splitlines()[0 if head else 1 :]), flush=True)
+            rows.append(row)
+            head = False
+    if args.csv:
+        benchmark.append(args.csv, rows)
 
 
 def _demo(args: argparse.Namespace) -> None:
@@ -181,6 +207,17 @@ def _parser() -> argparse.ArgumentParser:
 
     info = command("info", _info, "Say what a translator is: models, support, size, held-out figures.")
     info.add_argument("translator", type=Path, help="folder of the translator")
+
+    bench = command("bench", _bench, "Time the translation between two models against the target's own prefill.")
+    bench.add_argument("source", help="model that reads: a Hub name or a folder")
+    bench.add_argument("target", help="model that goes on: a Hub name or a folder")
+    bench.add_argument("--support", choices=["head", "full"], default="head")
+    bench.add_argument("--k", type=int, default=4, help="source heads a target head reads, or layers")
+    bench.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="lengths of the context")
+    bench.add_argument("--batch-size", type=int, default=1)
+    bench.add_argument("--csv", type=Path, help="also append a row a timing here")
+    bench.add_argument("--commit", default="", help="what the rows say of the code that ran")
+    _add_placement(bench)
 
     shown = command("demo", _demo, "Hand a context over between two small trained models, offline.")
     shown.add_argument("--examples", type=Path, default=demo.EXAMPLES, help="folder with models/ and text/ of the repository")

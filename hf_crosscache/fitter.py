@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -205,8 +205,10 @@ class _RoleFitter:
             self._shifts[split] = source.mean(), target.mean()
         source_shift, target_shift = self._shifts[split]
         if split not in into:
-            shifts = (shift[blocks[..., 0].long(), blocks[..., 1].long()] for shift, blocks in ((source_shift, heads), (target_shift, outputs)))
-            into[split] = WeightedMoments.about(*(shift.flatten(1) for shift in shifts))
+            shift_x, shift_y = (
+                shift[blocks[..., 0].long(), blocks[..., 1].long()] for shift, blocks in ((source_shift, heads), (target_shift, outputs))
+            )
+            into[split] = WeightedMoments.about(shift_x.flatten(1), shift_y.flatten(1))
         ops.accumulate_moments(
             source.layers,
             target.layers,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from .errors import GeometryError, HandOffError
 from .source import SourceStates
 from .translator import CacheTranslator, NativeStates
 
-_LAYERS_AT_ONCE = 16  # of one launch, where launches are what a layer costs
+_GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
 
 
 class PendingTranslation:
@@ -33,11 +32,13 @@ class PendingTranslation:
         self.first = 0 if sinks is None else sinks.length
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, length or more, D]`
+        self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
         """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
         twin = object.__new__(PendingTranslation)
         twin.__dict__ = {**self.__dict__, "_pending": set(self._pending)}
+        twin._unchecked = list(self._unchecked)
         twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._ready.items()}
         memo[id(self)] = twin
         return twin
@@ -54,6 +55,7 @@ class PendingTranslation:
         for run in self.translator.runs:
             while left := self._pending.intersection(run):
                 self._translate(self._group(min(left), len(run)), self.dtype, 0)
+        self._check_finite()
 
     def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
@@ -65,16 +67,24 @@ class PendingTranslation:
         if like is not None:
             self._check(layer_idx, like)
         if layer_idx not in self._ready:
-            at_once = _LAYERS_AT_ONCE if ops.backend_for(self.source.device) == "triton" else 1
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
-            self._translate(self._group(layer_idx, at_once), dtype, room)
+            self._translate(self._group(layer_idx, self._at_once(layer_idx, dtype)), dtype, room)
         keys, values = self._ready.pop(layer_idx)
+        if self._unchecked and (like is None or layer_idx == self._unchecked[-1][0][-1]):
+            self._check_finite()
         if like is not None and (keys.dtype != like.dtype or keys.device != like.device):
             keys, values = keys.to(like), values.to(like)
         if like is not None and like.shape[0] != self.source.batch_size:
             repeats = like.shape[0] // self.source.batch_size
             keys, values = keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0)
         return keys, values
+
+    def _at_once(self, layer_idx: int, dtype: torch.dtype) -> int:
+        if ops.backend_for(self.source.device) != "triton":
+            return 1
+        shape = self.translator.target.geometry.layers[layer_idx]
+        layer_bytes = 2 * self.source.batch_size * shape.num_key_value_heads * self.length * shape.head_dim * dtype.itemsize
+        return max(1, _GROUP_BYTES // layer_bytes)
 
     def _group(self, first: int, at_once: int) -> range:
         """The pending layers of one shape from `first` on, at most so many."""
@@ -85,6 +95,7 @@ class PendingTranslation:
 
     @torch.no_grad()
     def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
+        self._check_finite()
         shape = self.translator.target.geometry.layers[layers.start]
         batch, device = self.source.batch_size, self.source.device
         size = (2, len(layers), batch, shape.num_key_value_heads, self.length + room, shape.head_dim)
@@ -94,12 +105,12 @@ class PendingTranslation:
         if self.first < self.length:
             position_ids = self.translator.position_ids(self.length, device)[:, self.first :]
             keys, values = states[:, :, :, :, self.first : self.length]
-            flags = self.translator.translate(
-                layers, self.source, position_ids, position_ids, self.length, keys, values, self.first
-            )
+            flags = self.translator.translate(layers, self.source, position_ids, position_ids, self.length, keys, values, self.first)
         rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
         if flags is not None:
-            self._check_finite(layers, flags)
+            self._unchecked.append((layers, flags))
+            if device.type == "cpu":
+                self._check_finite()
         self.source = rest
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
@@ -117,11 +128,14 @@ class PendingTranslation:
                 "the same number, or a multiple of it, expected."
             )
 
-    def _check_finite(self, layers: Sequence[int], flags: torch.Tensor) -> None:
-        found = flags.cpu()
-        if found.any():
-            layer_idx, role = found.nonzero()[0].tolist()
-            raise HandOffError(
-                f"Target layer {layers[layer_idx]}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN or "
-                "infinite states, or a model overflows in its dtype; prefill the target natively."
-            )
+    def _check_finite(self) -> None:
+        """Look at the flags of the groups translated so far, which waits for the device; at the latest when a group's last layer goes."""
+        groups, self._unchecked = self._unchecked, []
+        for layers, flags in groups:
+            found = flags.cpu()
+            if found.any():
+                layer_idx, role = found.nonzero()[0].tolist()
+                raise HandOffError(
+                    f"Target layer {layers[layer_idx]}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN "
+                    "or infinite states, or a model overflows in its dtype; prefill the target natively."
+                )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -15,6 +15,12 @@ from . import ops
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
 from .rope import NO_ROTATION, RotaryStack, strip_rope
+
+
+class StatesByLayer(Protocol):
+    """A source's states: a dict will do."""
+
+    def __getitem__(self, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +111,7 @@ class CacheTranslator:
     def translate(
         self,
         layers: range,
-        source: Mapping[int, tuple[torch.Tensor, torch.Tensor]],
+        source: StatesByLayer,
         source_position_ids: torch.Tensor,
         target_position_ids: torch.Tensor,
         positions: int,
@@ -169,8 +175,8 @@ class CacheTranslator:
             run = self._run_of(layers)
             whole = self._prepared.get((run, dtype, device))
             if whole is None:
-                pairs = [tuple(maps[layer_idx] for layer_idx in run) for maps in (self.keys, self.values)]
-                packed = PackedMaps.pack(*pairs, self.source.geometry.layers[0].head_dim, dtype, device)
+                keys, values = ([maps[layer_idx] for layer_idx in run] for maps in (self.keys, self.values))
+                packed = PackedMaps.pack(keys, values, self.source.geometry.layers[0].head_dim, dtype, device)
                 whole = self._prepared[run, dtype, device] = self._with_tables(packed, run, device)
             if layers != run:
                 packed = whole[0].select(layers.start - run.start, layers.stop - run.start)

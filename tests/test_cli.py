@@ -61,3 +61,19 @@ def test_errors_are_told_in_a_line(folder, tmp_path, capsys):
     assert main(["info", str(tmp_path / "none")]) == 2
     assert main(["fit", SOURCE, TARGET, "--texts", str(tmp_path / "no.txt"), "--out", str(tmp_path / "x")]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_bench_prints_a_line_a_provider_and_writes_rows(capsys, tmp_path):
+    models = [str(MODELS / name) for name in ("qwen3-small", "qwen3-large")]
+    assert main(["bench", *models, "--k", "2", "--tokens", "16", "40", "--csv", str(tmp_path / "rows.csv"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4 and "reference" in printed[-1] and "x  " in printed[-1]
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [row["tokens"] for row in rows] == ["16", "40"] and all(float(row["relative_error"]) < 1e-5 for row in rows)
+    assert all(float(row["ms_p20"]) <= float(row["ms_p50"]) <= float(row["ms_p80"]) for row in rows)
+
+
+def test_bench_full_support_in_another_dtype(capsys):
+    models = [str(MODELS / name) for name in ("gemma3", "qwen3-small")]
+    assert main(["bench", *models, "--support", "full", "--k", "2", "--tokens", "20", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    assert "bfloat16" in capsys.readouterr().out

@@ -7,8 +7,8 @@ from builders import planted_twin, pocket_model, random_ids, tiny_model
 from hf_crosscache import Calibration, TranslatedCache, TranslatorFitter, evaluate_translator, fit_translator
 from hf_crosscache.calibration import layer_states
 from hf_crosscache.compat import cache_argument, prefill
-from hf_crosscache.states import PairedStates
 from hf_crosscache.identity import ModelIdentity
+from hf_crosscache.states import PairedStates
 from hf_crosscache.translator import CacheTranslator
 
 

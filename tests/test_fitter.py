@@ -6,10 +6,10 @@ from builders import apply_map
 
 from hf_crosscache import CacheGeometry, TranslatorFitter
 from hf_crosscache.errors import CalibrationError, GeometryError
-from hf_crosscache.states import LayerStates, PairedStates
 from hf_crosscache.geometry import LayerGeometry
-from hf_crosscache.rope import RotaryTable
 from hf_crosscache.maps import SourceHead
+from hf_crosscache.rope import RotaryTable
+from hf_crosscache.states import LayerStates, PairedStates
 
 
 def geometry(layers, heads, dim):

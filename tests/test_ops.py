@@ -6,6 +6,7 @@ import torch
 from hf_crosscache import ops
 from hf_crosscache.errors import GeometryError
 
+
 def translate(weight, blocks=1, out=(1, 2, 2, 5, 3)):
     states, positions = [torch.randn(2, 2, 5, 4)], torch.zeros(1, 5, dtype=torch.int32)
     tables = (torch.empty(1, 1, 0), torch.empty(1, 1, 0), torch.zeros(1, dtype=torch.int32))

@@ -15,7 +15,8 @@ LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_ker
 MAY_IMPORT_TRANSFORMERS = {"artefact", "cache", "calibration", "cli", "compat", "demo", "evaluation", "geometry", "identity", "report",
                            "source", "texts", "translator"}  # fmt: skip
 ORDER = ["errors", "compat", "rope", "geometry", "identity", "ops", "states", "moments", "ridge", "maps", "translator", "artefact",
-         "fitter", "texts", "source", "translation", "cache", "calibration", "evaluation", "report", "demo", "cli", "__init__"]  # fmt: skip
+         "fitter", "texts", "source", "translation", "cache", "calibration", "evaluation", "report", "benchmark", "demo", "cli",
+         "__init__"]  # fmt: skip
 
 
 def imports(path):

@@ -9,8 +9,8 @@ from builders import apply_map, identity_translator, random_ids, tiny_model
 from hf_crosscache import CacheTranslator
 from hf_crosscache.compat import prefill
 from hf_crosscache.errors import ArtefactError, CrossCacheError, GeometryError, IdentityError
-from hf_crosscache.rope import apply_rope, strip_rope
 from hf_crosscache.maps import LayerMap, PackedMaps, SourceHead
+from hf_crosscache.rope import apply_rope, strip_rope
 from hf_crosscache.translator import Opening
 
 

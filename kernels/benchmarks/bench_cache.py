@@ -36,9 +36,7 @@ def cache_rows(device: torch.device, commit: str, tokens: int = TOKENS, repeats:
     layers = SHAPES[PAIR[0]].dims[0]
     source_geometry = replace(one, layers=one.layers * layers, rotary=one.rotary * layers)
     target_geometry = CacheGeometry.from_model(target)
-    problem = Problem(
-        source_geometry, target_geometry, support="head", k=K, batch=1, tokens=tokens, dtype=torch.bfloat16, device=device
-    )
+    problem = Problem(source_geometry, target_geometry, support="head", k=K, batch=1, tokens=tokens, dtype=torch.bfloat16, device=device)
     translator = random_translator(problem)
     source_cache = DynamicCache()
     for layer_idx, pair in enumerate(zip(problem.keys, problem.values, strict=True)):

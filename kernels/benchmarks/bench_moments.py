@@ -48,8 +48,8 @@ def main() -> None:
     rows = states.batch * WINDOW
     rate = rows * states.row_bytes / p50 / 1e6
     row = Row(
-        f"moments, {scratch:.2f} GiB of scratch", "Qwen3-14B", "Qwen3-32B", "head", 8, states.batch, rows, "bfloat16", "triton", p20, p50, p80,
-        round(rate, 1), round(100 * rate / copy, 1), None, None, float(f"{error:.3g}"), *versions(device), args.commit,
+        f"moments, {scratch:.2f} GiB of scratch", "Qwen3-14B", "Qwen3-32B", "head", 8, states.batch, rows, "bfloat16", "triton", p20, p50,
+        p80, round(rate, 1), round(100 * rate / copy, 1), None, None, float(f"{error:.3g}"), *versions(device), args.commit,
     )  # fmt: skip
     print(table([row]))
     append(args.csv, [row])
@@ -90,7 +90,9 @@ class Captured:
                 for shift, blocks in zip(self.shifts[this], (self.blocks[this], self.outputs), strict=True)
             ]
             moments = WeightedMoments.about(*shifts)
-            tables = self.rotations if this == 0 else [(*NO_ROTATION.cos_sin(1, torch.bfloat16, self.device), r[2] * 0) for r in self.rotations]
+            tables = (
+                self.rotations if this == 0 else [(*NO_ROTATION.cos_sin(1, torch.bfloat16, self.device), r[2] * 0) for r in self.rotations]
+            )
             ops.accumulate_moments(
                 source, target, self.blocks[this], self.outputs, *self.shifts[this], weight, tables[0], self.positions, tables[1],
                 self.positions, moments.sums,

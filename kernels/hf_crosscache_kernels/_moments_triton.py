@@ -3,8 +3,14 @@
 import triton
 import triton.language as tl
 
+from ._strip_triton import strip_kernel
 
-@triton.jit
+# Counts that change from call to call and align nothing: a kernel compiled for one serves all.
+_LOOSE = ["rows", "capacity", "num_tiles", "c", "e", "y_block_stride", "weight_stride", "column_blocks"]
+__all__ = ["products_kernel", "strip_kernel", "sums_kernel"]
+
+
+@triton.jit(do_not_specialize=_LOOSE)
 def products_kernel(
     x,  # [U, capacity, X_DIM] centred states of the source heads
     y,  # [V, capacity, Y_DIM] of the target heads
@@ -93,7 +99,7 @@ def _product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LOOSE)
 def sums_kernel(
     states,  # [heads, capacity, DIM] centred
     blocks,  # int32 [G, c]
@@ -103,6 +109,7 @@ def sums_kernel(
     squares,  # float64 [G, width] where SQUARED
     rows,
     capacity,
+    column_blocks,
     width,
     c,
     weight_stride,
@@ -113,8 +120,9 @@ def sums_kernel(
     BLOCK_R: tl.constexpr,
 ):
     """Add the weighted sums, and sums of squares, of one block of one regression's columns."""
-    group = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    group = (program // column_blocks).to(tl.int64)
+    column = (program % column_blocks) * BLOCK + tl.arange(0, BLOCK)
     at = _columns(blocks + group * c, column, width, capacity, DIM)
     sample_weight += group * weight_stride
     total = tl.zeros((BLOCK,), dtype=tl.float32)

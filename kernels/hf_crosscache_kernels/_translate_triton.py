@@ -5,8 +5,14 @@ import triton.language as tl
 
 from ._strip_triton import columns_at_once, strip_kernel
 
+# Counts that change from call to call and align nothing: a kernel compiled for one serves all.
+_LOOSE = [
+    "first_position", "begin", "key_begin", "value_begin", "tokens", "token_blocks", "batch", "num_layers", "heads", "near", "strips",
+    "reads", "source_layers", "position_stride",
+]  # fmt: skip
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_LOOSE)
 def prepare_kernel(
     rotated,  # int64 [source layers]: addresses of the keys as cached, and what else strip_kernel takes
     source_tables,
@@ -62,7 +68,7 @@ def prepare_kernel(
         tl.store(located + row * reads + read, address, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_LOOSE)
 def map_kernel(
     located,  # int64 [N, 2, G, K]: address of every source head that a target head reads, of its first batch row
     key_weight,  # [N, H, K * SOURCE_DIM, TARGET_DIM]
@@ -192,22 +198,23 @@ def _map(
     CHUNK: tl.constexpr = columns_at_once(SOURCE_DIM)
     CHUNKS: tl.constexpr = (SOURCE_DIM + CHUNK - 1) // CHUNK
     acc = tl.zeros((row_offsets.shape[0], columns.shape[0]), dtype=tl.float32)
+    within = tl.arange(0, CHUNK)
+    tile = row_offsets[:, None] + within[None, :]
+    weight_tile = (within * TARGET_DIM)[:, None] + columns[None, :]
     for i in range(K * CHUNKS):
-        block = i // CHUNKS
-        column = (i % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
+        block, begin = i // CHUNKS, (i % CHUNKS) * CHUNK
         # picked from registers: an address loaded in here would keep the states' own loads from running ahead
         address = tl.sum(tl.where(tl.arange(0, pointers.shape[0]) == block, pointers, 0), axis=0)
-        states = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + first
-        read = states + row_offsets[:, None] + column[None, :]
-        rows = weight + ((block * SOURCE_DIM + column) * TARGET_DIM)[:, None] + columns[None, :]
+        states = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16) + (first + begin)
+        rows = weight + (block * SOURCE_DIM + begin) * TARGET_DIM
         if SOURCE_DIM % CHUNK == 0:
-            x = tl.load(read, mask=in_context[:, None], other=0.0)
+            x = tl.load(states + tile, mask=in_context[:, None], other=0.0)
         else:
-            x = tl.load(read, mask=in_context[:, None] & (column < SOURCE_DIM)[None, :], other=0.0)
-        if SOURCE_DIM % CHUNK == 0 and TARGET_DIM == columns.shape[0]:
-            w = tl.load(rows)
+            x = tl.load(states + tile, mask=in_context[:, None] & (begin + within < SOURCE_DIM)[None, :], other=0.0)
+        if SOURCE_DIM % CHUNK == 0 and columns.shape[0] == TARGET_DIM:
+            w = tl.load(rows + weight_tile)
         else:
-            w = tl.load(rows, mask=(column < SOURCE_DIM)[:, None] & column_ok[None, :], other=0.0)
+            w = tl.load(rows + weight_tile, mask=(begin + within < SOURCE_DIM)[:, None] & column_ok[None, :], other=0.0)
         acc = tl.dot(x.to(OPERAND), w.to(OPERAND), acc, input_precision=PRECISION)
     return acc
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 
-from ._launch import backend_for, ceil_div, interpreting, name_of, readable, register, row_stride
+from ._launch import backend_for, ceil_div, interpreting, launch, name_of, readable, register, row_stride
 from .reference import accumulate_moments_reference
 
 _ROWS_AT_ONCE = 4096  # of the panels, and of one float32 sum: what follows is added in float64
 _TILE = 128
-_LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+_ROWS_A_STEP = 64
+_OPTIONS = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
 
 
 def accumulate_moments(
@@ -81,10 +84,10 @@ def _run(
         accumulate_moments_reference(*arguments)
     else:
         with torch.cuda.device_of(sum_xx):
-            _launch(*arguments)
+            _run_triton(*arguments)
 
 
-def _launch(
+def _run_triton(
     source: Sequence[torch.Tensor],
     target: Sequence[torch.Tensor],
     source_blocks: torch.Tensor,
@@ -107,8 +110,7 @@ def _launch(
     sum_xy: torch.Tensor,
     sum_yy: torch.Tensor,
 ) -> None:
-    from ._moments_triton import products_kernel, sums_kernel
-
+    kernels = _kernels()
     batch, source_heads, tokens, x_dim = source[0].shape
     target_heads, y_dim = target[0].shape[1], target[0].shape[3]
     groups, n, m = sum_xy.shape
@@ -125,8 +127,8 @@ def _launch(
     capacity = sequences * part
     x = sum_x.new_empty((len(source) * source_heads, capacity, x_dim), dtype=panel_dtype)
     y = sum_x.new_empty((len(target) * target_heads, capacity, y_dim), dtype=panel_dtype)
-    meta = {"BLOCK": _TILE, "BLOCK_R": 64, "WEIGHTED": weighted}
-    launch = _LAUNCH if half else {"num_warps": 8, "num_stages": 2}
+    options = _OPTIONS if half else {"num_warps": 8, "num_stages": 2}
+    operand = name_of(torch.float32 if interpreting() else panel_dtype)
     for first in range(0, batch, sequences):
         for begin in range(0, tokens, part):
             rows = slice(first, min(first + sequences, batch)), slice(begin, min(begin + part, tokens))
@@ -135,24 +137,29 @@ def _launch(
             _fill(y, target, rows, target_shift, target_cos, target_sin, target_tables, target_positions)
             weight = weights[:, rows[0], rows[1]].reshape(weight_groups, -1).contiguous() if weighted else weights
             stride = count if weight_groups > 1 else 0
-            products_kernel[(groups * len(tiles),)](
-                x, y, x_blocks, y_blocks, weight, scale, tiles, sum_xx, sum_xy, count, capacity, len(tiles), n, m,
-                x_blocks.shape[1], y_blocks.shape[1], y_blocks.shape[1] if len(y_blocks) > 1 else 0, stride,
-                X_DIM=x_dim, Y_DIM=y_dim, OPERAND=name_of(torch.float32 if interpreting() else panel_dtype), PRECISION="tf32x3",
-                **meta, **launch,
+            arguments = (
+                x, y, x_blocks, y_blocks, weight, scale, tiles, sum_xx, sum_xy, count, capacity, len(tiles), n, m, x_blocks.shape[1],
+                y_blocks.shape[1], y_blocks.shape[1] if len(y_blocks) > 1 else 0, stride,
+            )  # fmt: skip
+            launch(
+                kernels.products_kernel, (groups * len(tiles),), arguments,
+                X_DIM=x_dim, Y_DIM=y_dim, WEIGHTED=weighted, OPERAND=operand, BLOCK=_TILE, BLOCK_R=_ROWS_A_STEP,
+                PRECISION="tf32x3", **options,
             )  # fmt: skip
             for states, blocks, sums, squares, dim in ((x, x_blocks, sum_x, None, x_dim), (y, y_blocks, sum_y, sum_yy, y_dim)):
-                width = sums.shape[1]
-                sums_kernel[(ceil_div(width, _TILE), len(sums))](
-                    states, blocks, weight, scale, sums, sums if squares is None else squares, count, capacity, width, blocks.shape[1],
-                    stride, DIM=dim, SQUARED=squares is not None, **meta,
+                width, columns = sums.shape[1], ceil_div(sums.shape[1], _TILE)
+                arguments = (
+                    states, blocks, weight, scale, sums, sums if squares is None else squares, count, capacity, columns, width,
+                    blocks.shape[1], stride,
+                )  # fmt: skip
+                launch(
+                    kernels.sums_kernel, (columns * len(sums),), arguments,
+                    DIM=dim, WEIGHTED=weighted, SQUARED=squares is not None, BLOCK=_TILE, BLOCK_R=_ROWS_A_STEP,
                 )  # fmt: skip
     total += weights.double().sum((1, 2)) * scale if weighted else batch * tokens
 
 
-_accumulate_moments = register(
-    "accumulate_moments", _run, ("total", "sum_x", "sum_y", "sum_xx", "sum_xy", "sum_yy")
-)
+_accumulate_moments = register("accumulate_moments", _run, ("total", "sum_x", "sum_y", "sum_xx", "sum_xy", "sum_yy"))
 
 
 def _scaled(sample_weight: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,16 +190,26 @@ def _fill(
     positions: torch.Tensor,
 ) -> None:
     """Write the stripped, centred states of some rows into a panel, `[layers * heads, sequences * tokens, D]`."""
-    from ._strip_triton import strip_kernel
-
     states, pointers = readable([layer[rows[0]] for layer in layers])
     batch, heads, _, dim = states[0].shape
     begin, length = rows[1].start, rows[1].stop - rows[1].start
     per_head = panel.stride(0)
     blocks = ceil_div(length, 128)
     own = positions[rows[0]] if positions.shape[0] > 1 else positions
-    strip_kernel[(len(states) * batch * heads * blocks,)](
-        torch.tensor(pointers).to(panel.device), tables, cos.contiguous(), sin.contiguous(), own, shift, panel, begin, begin, length, blocks, batch, heads,
-        *states[0].stride()[:3], heads * per_head, length * dim, per_head, row_stride(own), cos.shape[1] * cos.shape[2],
+    arguments = (
+        torch.tensor(pointers).to(panel.device), tables, cos.contiguous(), sin.contiguous(), own, shift.contiguous(), panel, begin, begin,
+        length, blocks, batch, heads, *states[0].stride()[:3], heads * per_head, length * dim, per_head, row_stride(own),
+        cos.shape[1] * cos.shape[2],
+    )  # fmt: skip
+    launch(
+        _kernels().strip_kernel, (len(states) * batch * heads * blocks,), arguments,
         DIM=dim, ROTARY=2 * cos.shape[2], CENTRED=True, DTYPE=name_of(states[0].dtype), BLOCK_T=128, num_warps=8,
     )  # fmt: skip
+
+
+@cache
+def _kernels() -> Any:
+    """Import triton's side when the first launch needs it."""
+    from . import _moments_triton
+
+    return _moments_triton

@@ -120,7 +120,7 @@ def accumulate_moments_reference(
     y = _panel(target, target_shift, target_cos, target_sin, target_tables, target_positions)
     x_blocks = (source_blocks[..., 0] * source[0].shape[1] + source_blocks[..., 1]).long()
     y_blocks = (target_blocks[..., 0] * target[0].shape[1] + target_blocks[..., 1]).long()
-    groups, n, m = sum_xy.shape
+    groups, n, _ = sum_xy.shape
     shared = len(y_blocks) == 1
     at_once = max(1, _ELEMENTS_AT_ONCE // (x.shape[1] * n))
     for start in range(0, groups, at_once):
@@ -153,7 +153,7 @@ def weighted_products_reference(
         sample_weight: `[1, N]` float32 weight of each row, `[G, N]` for each regression, None for ones.
 
     Returns:
-        `[G, n, n]`, `[G, n, m]`, `[G or 1, m]`, `[G, n]`, `[G or 1, m]` and `[1 or G]`, float32. The caller sees to it that no TF32 is used.
+        `[G, n, n]`, `[G, n, m]`, `[G or 1, m]`, `[G, n]`, `[G or 1, m]` and `[1 or G]`, float32. The caller sees that no TF32 is used.
     """
     if sample_weight is None:
         xw, yw, total = x, y, x.new_full((1,), float(x.shape[1]))

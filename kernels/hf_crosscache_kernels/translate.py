@@ -89,10 +89,10 @@ def _run(
         translate_kv_reference(*arguments)
     else:
         with torch.cuda.device_of(out_keys):
-            _launch(*arguments)
+            _run_triton(*arguments)
 
 
-def _launch(
+def _run_triton(
     source_keys: Sequence[torch.Tensor],
     source_values: Sequence[torch.Tensor],
     blocks: torch.Tensor,
