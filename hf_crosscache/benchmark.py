@@ -48,8 +48,8 @@ class Row:
     ms_p20: float
     ms_p50: float
     ms_p80: float
-    gb_per_s: float
-    percent_of_copy: float
+    gb_per_s: float | None
+    percent_of_copy: float | None
     prefill_ms: float | None
     times_faster_than_prefill: float | None
     relative_error: float | None
@@ -283,9 +283,11 @@ def table(rows: Iterable[Row]) -> str:
         f"{'tokens':>7}{'batch':>6}{'k':>4}  {'provider':<14}{'p50 ms':>9}{'GB/s':>8}{'% copy':>8}{'prefill ms':>12}{'faster':>8}  error"
     ]
     for row in rows:
+        rate = " " * 8 if row.gb_per_s is None else f"{row.gb_per_s:>8.0f}"
+        share = " " * 8 if row.percent_of_copy is None else f"{row.percent_of_copy:>7.1f}%"
         prefill = f"{row.prefill_ms:>12.2f}{row.times_faster_than_prefill:>7.1f}x" if row.prefill_ms is not None else " " * 20
         lines.append(
-            f"{row.tokens:>7}{row.batch:>6}{row.k:>4}  {row.provider:<14}{row.ms_p50:>9.3f}{row.gb_per_s:>8.0f}{row.percent_of_copy:>7.1f}%"
+            f"{row.tokens:>7}{row.batch:>6}{row.k:>4}  {row.provider:<14}{row.ms_p50:>9.3f}{rate}{share}"
             f"{prefill}  {'' if row.relative_error is None else format(row.relative_error, '.2g')}"
         )
     return "\n".join(lines)

@@ -59,10 +59,10 @@ def cache_rows(device: torch.device, commit: str, tokens: int = TOKENS, repeats:
     def row(provider: str, times: list[float], error: float | None) -> Row:
         p20, p50, p80 = (round(value, 4) for value in spread(times))
         rate = round(problem.streamed_bytes / p50 / 1e6, 1)
-        return Row("TranslatedCache", *PAIR, "head", K, 1, tokens, "bfloat16", provider, p20, p50, p80, rate, 0, None, None, error,
+        return Row("TranslatedCache", *PAIR, "head", K, 1, tokens, "bfloat16", provider, p20, p50, p80, rate, None, None, None, error,
                    *versions(device), commit)  # fmt: skip
 
-    error = check(problem, begin().translate())
+    error = float(f"{check(problem, begin().translate()):.3g}")
     nothing = lambda: None  # noqa: E731
     both, alone = timed([(nothing, lambda _: begin().translate()), (begin, lambda cache: cache.translate())], 3 * repeats)
     yield row("construction and all layers at once", both, error)

@@ -78,7 +78,7 @@ def ceilings(device: torch.device, copy: float, commit: str) -> Iterator[Row]:
     a, b = (torch.randn(8192, 8192, device=device).to(torch.bfloat16) for _ in range(2))
     p20, p50, p80 = percentiles(lambda: a @ b, device)
     blank = ("", "", "", 0, 1)
-    yield Row("ceiling", *blank, 8192, "bfloat16", "matmul", p20, p50, p80, 0, 0, None, None, None, *versions(device), commit)
+    yield Row("ceiling", *blank, 8192, "bfloat16", "matmul", p20, p50, p80, None, None, None, None, None, *versions(device), commit)
     copied = 2 * (1 << 31) / copy / 1e6
     yield Row(
         "ceiling", *blank, 1 << 30, "bfloat16", "copy", copied, copied, copied, copy, 100, None, None, None, *versions(device), commit
