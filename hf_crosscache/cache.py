@@ -26,12 +26,13 @@ class TranslatedCache(Cache):
         target.generate(**prompt, past_key_values=cache)        # `cache=cache` from transformers 5.24 on
 
     The first `sink_tokens` positions are the target's own, from a prefill of those few tokens (exact, since attention is causal); the
-    last `recompute_last` positions are left out, so that the target reads those tokens itself. What lies between is translated, layer
-    by layer, on first use, after which the cache behaves as a `DynamicCache` that holds the same tensors.
+    last `recompute_last` positions are left out, so that the target reads those tokens itself. What lies between is translated on first
+    use, layer by layer, or on CUDA some layers at a time; `translate()` does all at once. After that the cache behaves as a
+    `DynamicCache` that holds the same tensors.
 
     Args:
         source_cache: the source model's cache of the context: a `Cache` that has kept every position, or (keys, values) pairs.
-        translator: fitted for this pair of models; keep it on the device of the source cache (`translator.to(device)`).
+        translator: fitted for this pair of models, on any device: its maps are packed once for the device of the source cache.
         target_model: computes the first positions. Without it they come from the opening that the translator carries, where the
             context begins with it.
         input_ids: `[B, >= T]` token ids of the whole prompt, or of the context at least.

@@ -89,9 +89,11 @@ def weighted_products(
 @contextmanager
 def forced_backend(name: str | None) -> Iterator[None]:
     """Run the kernels by one implementation, "reference" or "triton", for a while; None leaves the choice to the device."""
+    if name is None:
+        yield
+        return
     before = os.environ.get(kernels.BACKEND)
-    if name is not None:
-        os.environ[kernels.BACKEND] = name
+    os.environ[kernels.BACKEND] = name
     try:
         yield
     finally:

@@ -144,21 +144,22 @@ class CacheTranslator:
             values = [states[:, :, rows] for states in values]
             begin = 0
             rotary = NO_ROTATION
-        return ops.translate_kv(
-            keys,
-            values,
-            maps.blocks,
-            maps.key_weight,
-            maps.value_weight,
-            maps.bias,
-            (*rotary.cos_sin(positions, dtype, device), source_index),
-            source_position_ids,
-            (*self._target_rotary(layers).cos_sin(positions, out_keys.dtype, device), target_index),
-            target_position_ids,
-            out_keys,
-            out_values,
-            begin,
-        )
+        with ops.forced_backend("reference" if self._uneven_source else None):
+            return ops.translate_kv(
+                keys,
+                values,
+                maps.blocks,
+                maps.key_weight,
+                maps.value_weight,
+                maps.bias,
+                (*rotary.cos_sin(positions, dtype, device), source_index),
+                source_position_ids,
+                (*self._target_rotary(layers).cos_sin(positions, out_keys.dtype, device), target_index),
+                target_position_ids,
+                out_keys,
+                out_values,
+                begin,
+            )
 
     def position_ids(self, length: int, device: torch.device) -> torch.Tensor:
         """Positions 0 to length - 1, int32 `[1, length]`: a view of one tensor that is kept."""
@@ -198,6 +199,11 @@ class CacheTranslator:
     @cached_property
     def _target_rotaries(self) -> tuple[RotaryStack, ...]:
         return tuple(RotaryStack([self.target.geometry.rotary[layer_idx] for layer_idx in run]) for run in self.runs)
+
+    @cached_property
+    def _uneven_source(self) -> bool:
+        """Source layers have different numbers of heads, which the kernel does not take."""
+        return len({layer.num_key_value_heads for layer in self.source.geometry.layers}) > 1
 
     @cached_property
     def _source_rotary(self) -> RotaryStack | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -62,27 +63,49 @@ def readable(layers: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], li
     Returns:
         the tensors, and their addresses.
     """
-    strides, bytes_each = layers[0].stride(), layers[0].element_size()
+    first = layers[0]
+    strides, elements, bytes_each = first.stride(), first.numel(), first.element_size()
     pointers = [layer.data_ptr() for layer in layers]
-    alike = all([layer.is_contiguous() for layer in layers]) or all([layer.stride() == strides for layer in layers])
+    alike = all([layer.is_contiguous() and layer.numel() == elements for layer in layers])
+    alike = alike or all([layer.stride() == strides and layer.shape == first.shape for layer in layers])
     starts = strides[-1] == 1 and not any([stride * bytes_each % _ALIGNMENT for stride in strides[:-1]])
     if alike and starts and not any([pointer % _ALIGNMENT for pointer in pointers]):
         return layers, pointers
+    if any(layer.shape != first.shape for layer in layers):
+        raise ValueError(f"Source layers of one shape expected, {sorted({tuple(layer.shape) for layer in layers})} found.")
     copies = [layer.clone(memory_format=torch.contiguous_format) for layer in layers]
     return copies, [copy.data_ptr() for copy in copies]
 
 
-def register(name: str, implementation: Callable[..., None], mutates: Sequence[str]) -> Callable[..., None]:
-    """Register an operation that writes into some of its arguments with torch, as `torch.ops.hf_crosscache.<name>`, and return it."""
-    _LIBRARY.define(name + torch.library.infer_schema(implementation, mutates_args=mutates))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+def register(reference: Callable[..., None], on_triton: Callable[..., None], mutates: Sequence[str]) -> Callable[..., None]:
+    """Register an operation that writes into some of its arguments with torch, as `torch.ops.hf_crosscache.<name>`, and return it.
+
+    Args:
+        reference: `<name>_reference`, which gives the name and the signature and runs where triton does not.
+        on_triton: the same in triton.
+        mutates: the arguments that are written to; the last of them says on which device to run.
+    """
+    name = reference.__name__.removesuffix("_reference")
+    at = list(inspect.signature(reference).parameters).index(mutates[-1])
+
+    def run(*arguments: Any) -> None:
+        if backend_for(arguments[at].device) == "reference":
+            reference(*arguments)
+        else:
+            with torch.cuda.device_of(arguments[at]):
+                on_triton(*arguments)
+
+    _LIBRARY.define(name + torch.library.infer_schema(reference, mutates_args=mutates))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"hf_crosscache::{name}", lambda *args: None, lib=_LIBRARY)
-    return getattr(torch.ops.hf_crosscache, name).default
+    operation = getattr(torch.ops.hf_crosscache, name).default
 
+    def call(*arguments: Any) -> None:
+        """Skip torch's dispatcher, some 60 microseconds, where nothing traces."""
+        plain = type(arguments[at]) is torch.Tensor and not torch.compiler.is_compiling()
+        (run if plain else operation)(*arguments)
 
-def row_stride(positions: torch.Tensor) -> int:
-    """Return the stride from one batch row of positions to the next, 0 where one row serves all."""
-    return positions.stride(0) if positions.shape[0] > 1 else 0
+    return call
 
 
 def launch(kernel: Any, grid: tuple[int], arguments: tuple[Any, ...], **meta: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._launch import backend_for, ceil_div, interpreting, launch, name_of, readable, register, row_stride
+from ._launch import ceil_div, interpreting, launch, name_of, readable, register, row_stride
 from .reference import accumulate_moments_reference
 
 _ROWS_AT_ONCE = 4096  # of the panels, and of one float32 sum: what follows is added in float64
@@ -47,44 +47,14 @@ def accumulate_moments(
     float64 in place. No regression's inputs are ever gathered. float32 states stay float32, in three TF32 products. Of `sum_xx` the
     lower triangle is written. Elsewhere the reference runs.
     """
+    if sample_weight is not None and len(sample_weight) > 1 and len(target_blocks) != len(sample_weight):
+        raise ValueError(
+            f"{len(sample_weight)} regressions with weights of their own need outputs of their own; {len(target_blocks)} given."
+        )
     _accumulate_moments(
         source, target, source_blocks, target_blocks, source_shift, target_shift, sample_weight, source_cos, source_sin, source_tables,
         source_positions, target_cos, target_sin, target_tables, target_positions, total, sum_x, sum_y, sum_xx, sum_xy, sum_yy,
     )  # fmt: skip
-
-
-def _run(
-    source: Sequence[torch.Tensor],
-    target: Sequence[torch.Tensor],
-    source_blocks: torch.Tensor,
-    target_blocks: torch.Tensor,
-    source_shift: torch.Tensor,
-    target_shift: torch.Tensor,
-    sample_weight: torch.Tensor | None,
-    source_cos: torch.Tensor,
-    source_sin: torch.Tensor,
-    source_tables: torch.Tensor,
-    source_positions: torch.Tensor,
-    target_cos: torch.Tensor,
-    target_sin: torch.Tensor,
-    target_tables: torch.Tensor,
-    target_positions: torch.Tensor,
-    total: torch.Tensor,
-    sum_x: torch.Tensor,
-    sum_y: torch.Tensor,
-    sum_xx: torch.Tensor,
-    sum_xy: torch.Tensor,
-    sum_yy: torch.Tensor,
-) -> None:
-    arguments = (
-        source, target, source_blocks, target_blocks, source_shift, target_shift, sample_weight, source_cos, source_sin, source_tables,
-        source_positions, target_cos, target_sin, target_tables, target_positions, total, sum_x, sum_y, sum_xx, sum_xy, sum_yy,
-    )  # fmt: skip
-    if backend_for(sum_xx.device) == "reference":
-        accumulate_moments_reference(*arguments)
-    else:
-        with torch.cuda.device_of(sum_xx):
-            _run_triton(*arguments)
 
 
 def _run_triton(
@@ -159,7 +129,7 @@ def _run_triton(
     total += weights.double().sum((1, 2)) * scale if weighted else batch * tokens
 
 
-_accumulate_moments = register("accumulate_moments", _run, ("total", "sum_x", "sum_y", "sum_xx", "sum_xy", "sum_yy"))
+_accumulate_moments = register(accumulate_moments_reference, _run_triton, ("total", "sum_x", "sum_y", "sum_xx", "sum_xy", "sum_yy"))
 
 
 def _scaled(sample_weight: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

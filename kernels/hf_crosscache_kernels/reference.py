@@ -39,7 +39,8 @@ def translate_kv_reference(
     scaling off. The two rotations are never folded into one by the difference of their angles: they do not commute with the weight.
 
     Args:
-        source_keys, source_values: per source layer `[B, H_src, >= begin + T, D_src]`, keys as cached, any floating dtype.
+        source_keys, source_values: per source layer `[B, H_src, >= begin + T, D_src]`, keys as cached, any floating dtype. In triton
+            all layers have one shape.
         blocks: int32 `[N, 2, G, k, 2]` the source heads (layer, head) of keys and of values; G = H, or 1 where all heads read the same.
         key_weight, value_weight: `[N, H, k * D_src, D]`.
         bias: float32 `[N, 2, H, D]`.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._launch import backend_for, ceil_div, interpreting, launch, name_of, power_of_2, readable, register, row_stride
+from ._launch import ceil_div, interpreting, launch, name_of, power_of_2, readable, register, row_stride
 from .reference import translate_kv_reference
 
 _SCRATCH_BYTES = 512 << 20  # of pre-RoPE keys that are held at once
@@ -54,42 +54,10 @@ def translate_kv(
     `weight_dtypes`, to which weights of another dtype are cast first, and are summed in float32; float32 states in three TF32 products.
     Elsewhere the reference runs.
     """
-    run = _run if type(out_keys) is torch.Tensor and not torch.compiler.is_compiling() else _translate_kv
-    run(
+    _translate_kv(
         source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
         target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags, begin,
     )  # fmt: skip
-
-
-def _run(
-    source_keys: Sequence[torch.Tensor],
-    source_values: Sequence[torch.Tensor],
-    blocks: torch.Tensor,
-    key_weight: torch.Tensor,
-    value_weight: torch.Tensor,
-    bias: torch.Tensor,
-    source_cos: torch.Tensor,
-    source_sin: torch.Tensor,
-    source_tables: torch.Tensor,
-    source_positions: torch.Tensor,
-    target_cos: torch.Tensor,
-    target_sin: torch.Tensor,
-    target_tables: torch.Tensor,
-    target_positions: torch.Tensor,
-    out_keys: torch.Tensor,
-    out_values: torch.Tensor,
-    flags: torch.Tensor,
-    begin: int = 0,
-) -> None:
-    arguments = (
-        source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
-        target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags, begin,
-    )  # fmt: skip
-    if backend_for(out_keys.device) == "reference":
-        translate_kv_reference(*arguments)
-    else:
-        with torch.cuda.device_of(out_keys):
-            _run_triton(*arguments)
 
 
 def _run_triton(
@@ -170,11 +138,11 @@ def _run_triton(
         )  # fmt: skip
 
 
-_translate_kv = register("translate_kv", _run, ("out_keys", "out_values", "flags"))
+_translate_kv = register(translate_kv_reference, _run_triton, ("out_keys", "out_values", "flags"))
 
 
 def _schedule(dtype: torch.dtype, target_dim: int, tokens: int, *, shared: bool) -> dict[str, Any]:
-    """Choose the block of tokens and the launch for it, as measured on an H200 (`benchmarks/README` has the sweep).
+    """Choose the block of tokens and the launch for it, as measured on an H200.
 
     What limits a map of separate heads is what the L2 cache delivers; two programs of 128 tokens on a multiprocessor hide each other's
     beginnings and ends. Maps whose heads all read the same are limited by the products, and take the largest block that fits.

@@ -71,6 +71,12 @@ def test_the_same_seeds_give_the_same_bits(triton_here):
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
+def test_weights_of_each_regression_need_outputs_of_each():
+    a = Moments("shared", together=True, weight="regressions").arguments()
+    with pytest.raises(ValueError, match="need outputs of their own; 1 given"):
+        accumulate_moments(**a)
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_weighted_products_are_those_of_float64(shared, weighted):

@@ -76,6 +76,22 @@ def test_what_is_not_finite_raises_its_flag_alone(implementation, role, value, t
     assert {tuple(found) for found in a["flags"].nonzero().tolist()} == {(n, at) for n in readers}
 
 
+def test_layers_of_several_shapes_are_refused(triton_here):
+    a = Translation("uneven").arguments(triton_here)
+    a["source_values"][1] = a["source_values"][1][:, :1].contiguous()
+    with pytest.raises(ValueError, match="one shape expected"):
+        translate_kv(**a)
+
+
+def test_layers_of_several_strides_are_copied(triton_here):
+    a = Translation("strides", batch=2).arguments(triton_here)
+    a["source_keys"][1] = a["source_keys"][1].transpose(1, 2).contiguous().transpose(1, 2)
+    a["source_values"][2] = a["source_values"][2].transpose(2, 3).contiguous().transpose(2, 3)
+    translate_kv(**a)
+    for found, oracle in zip((a["out_keys"], a["out_values"]), translation_oracle(a), strict=True):
+        assert relative_error(found, oracle) < 1e-5
+
+
 def test_a_float16_cache_that_overflows_raises_its_flag(triton_here):
     a = Translation("overflow", dtype=torch.float16).arguments(triton_here)
     a["bias"][1, 0, 2, 5] = 70000.0
