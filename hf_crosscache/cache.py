@@ -83,8 +83,11 @@ class TranslatedCache(Cache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
         layer = self.layers[layer_idx]
-        if layer_idx == 0 and isinstance(layer, TranslatedLayer) and layer.is_pending:
-            self._check_first_step(key_states.shape[-2], kwargs)
+        if layer_idx == 0:
+            if isinstance(layer, TranslatedLayer) and layer.is_pending:
+                self._check_first_step(key_states.shape[-2], kwargs)
+            else:
+                self._hand_off.check_finite()  # of a pass that ended before its last layer
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
@@ -158,12 +161,16 @@ class TranslatedLayer(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         start, new = self._pending.length, key_states.shape[2]
         keys, values = self._pending.take(self._layer_idx, key_states)
-        self._settle(keys, values)
-        if keys.shape[2] != start + new:
-            self._keys, self._values = keys[:, :, :start], values[:, :, :start]
+        if keys.shape[2] != start + new or torch.is_grad_enabled():
+            self._settle(keys[:, :, :start], values[:, :, :start])
             return super().update(key_states, value_states, *args, **kwargs)
-        keys.narrow(2, start, new).copy_(key_states)
-        values.narrow(2, start, new).copy_(value_states)
+        try:
+            keys.narrow(2, start, new).copy_(key_states)
+            values.narrow(2, start, new).copy_(value_states)
+        except RuntimeError:
+            self._settle(keys[:, :, :start], values[:, :, :start])
+            raise
+        self._settle(keys, values)
         return keys, values
 
     def get_seq_length(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -239,7 +240,7 @@ class _RoleFitter:
             if split in self._moments:
                 self._moments[split].merge(moments)
             else:
-                self._moments[split], self._shifts[split] = moments, other._shifts[split]
+                self._moments[split], self._shifts[split] = copy.deepcopy(moments), other._shifts[split]
 
     def fit(self) -> _SolvedRole:
         fit, validation = _both(self._moments)

@@ -48,8 +48,13 @@ class SourceStates:
                 )
             if keys.get_device() != place or values.get_device() != place:
                 self._scattered = True
+            if keys.dtype != self.dtype or values.dtype != self.dtype:
+                self._scattered = True
+                self.dtype = torch.promote_types(self.dtype, torch.promote_types(keys.dtype, values.dtype))
         self._readers, self._done = readers, 0
         self._states = {layer: layers[layer] for layer in readers}
+        self._tracked = not first.is_inference()  # torch does not count what is written to inference tensors
+        self._versions = {layer: layers[layer][0]._version + layers[layer][1]._version for layer in readers} if self._tracked else {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Share the tensors, which are never written to."""
@@ -62,9 +67,14 @@ class SourceStates:
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a source layer, `[B, H, T, D]` as cached, on the device of the first."""
-        keys, values = self._states[layer_idx]
+        keys, values = pair = self._states[layer_idx]
+        if self._tracked and keys._version + values._version != self._versions[layer_idx]:
+            raise HandOffError(
+                f"Source cache, layer {layer_idx}: it was written to after the translated cache was made of it. "
+                "Translate before the source goes on (`cache.translate()`), or hand over a copy."
+            )
         if self._scattered:
-            return keys.to(self.device, non_blocking=True), values.to(self.device, non_blocking=True)
+            keys, values = (states.to(self.device, self.dtype, non_blocking=True) for states in pair)
         return keys, values
 
     def without(self, layers: Iterable[int]) -> Self:
@@ -78,13 +88,15 @@ class SourceStates:
 
 
 def _layers_of(cache: Cache | Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    layers: list[Any]
     if isinstance(cache, Cache):
-        if cache.layers and all([type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers]):
-            return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc]
-        layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(cache.layers)]
+        if all([type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers]):
+            layers = [(layer.keys, layer.values) for layer in cache.layers]
+        else:
+            layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(cache.layers)]
     else:
         layers = [(pair[0], pair[1]) for pair in cache]
-    if not layers:
+    if not layers or layers[0][0].ndim != 4 or not layers[0][0].shape[2]:
         raise HandOffError("The source cache is empty: run the source model over the context first.")
     return layers
 

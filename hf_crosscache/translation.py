@@ -33,6 +33,7 @@ class PendingTranslation:
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, length or more, D]`
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
+        self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
         """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
@@ -50,13 +51,15 @@ class PendingTranslation:
             self._pending.discard(layer_idx)
             self.source = self.source.without((layer_idx,))
 
+    @torch.compiler.disable
     def translate_all(self) -> None:
         """Translate every pending layer, in as few launches as there are shapes of layers."""
         for run in self.translator.runs:
             while left := self._pending.intersection(run):
                 self._translate(self._group(min(left), len(run)), self.dtype, 0)
-        self._check_finite()
+        self.check_finite()
 
+    @torch.compiler.disable
     def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
 
@@ -64,16 +67,21 @@ class PendingTranslation:
             like: `[B', H, q, D]` states that the layer is about to append: says the device, dtype and batch to build for, B' a
                 multiple of B, and leaves room for q positions.
         """
+        if self._failure is not None:
+            raise self._failure
         if like is not None:
             self._check(layer_idx, like)
         if layer_idx not in self._ready:
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
             self._translate(self._group(layer_idx, self._at_once(layer_idx, dtype)), dtype, room)
-        keys, values = self._ready.pop(layer_idx)
         if self._unchecked and (like is None or layer_idx == self._unchecked[-1][0][-1]):
-            self._check_finite()
+            self.check_finite()
+        keys, values = self._ready.pop(layer_idx)
         if like is not None and (keys.dtype != like.dtype or keys.device != like.device):
             keys, values = keys.to(like), values.to(like)
+            for role, states in enumerate((keys, values)):
+                if not states[:, :, : self.length].isfinite().all():
+                    raise self._not_finite(layer_idx, role)
         if like is not None and like.shape[0] != self.source.batch_size:
             repeats = like.shape[0] // self.source.batch_size
             keys, values = keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0)
@@ -95,7 +103,7 @@ class PendingTranslation:
 
     @torch.no_grad()
     def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
-        self._check_finite()
+        self.check_finite()
         shape = self.translator.target.geometry.layers[layers.start]
         batch, device = self.source.batch_size, self.source.device
         size = (2, len(layers), batch, shape.num_key_value_heads, self.length + room, shape.head_dim)
@@ -109,8 +117,8 @@ class PendingTranslation:
         rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
         if flags is not None:
             self._unchecked.append((layers, flags))
-            if device.type == "cpu":
-                self._check_finite()
+            if _reads_flags_at_once(device):
+                self.check_finite()
         self.source = rest
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
@@ -128,14 +136,26 @@ class PendingTranslation:
                 "the same number, or a multiple of it, expected."
             )
 
-    def _check_finite(self) -> None:
-        """Look at the flags of the groups translated so far, which waits for the device; at the latest when a group's last layer goes."""
+    def check_finite(self) -> None:
+        """Look at the flags of the groups translated so far, which waits for the device.
+
+        Called at the latest when a group's last layer is taken, or when the first layer is asked to go on.
+        """
         groups, self._unchecked = self._unchecked, []
         for layers, flags in groups:
             found = flags.cpu()
             if found.any():
                 layer_idx, role = found.nonzero()[0].tolist()
-                raise HandOffError(
-                    f"Target layer {layers[layer_idx]}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN "
-                    "or infinite states, or a model overflows in its dtype; prefill the target natively."
-                )
+                raise self._not_finite(layers[layer_idx], role)
+
+    def _not_finite(self, layer_idx: int, role: int) -> HandOffError:
+        self._failure = HandOffError(
+            f"Target layer {layer_idx}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN or infinite "
+            "states, or a model overflows in its dtype; prefill the target natively."
+        )
+        return self._failure
+
+
+def _reads_flags_at_once(device: torch.device) -> bool:
+    """Where nothing has to be waited for."""
+    return device.type == "cpu"

@@ -252,3 +252,71 @@ def test_both_spellings_of_the_argument_work():
                 **{name: handed_over(model, ids)},
             )
             assert torch.equal(output, generate(model, ids))
+
+
+def test_a_plain_forward_pass_with_gradients_works():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    logits = model(ids[:, 19:], **cache_argument(handed_over(model, ids))).logits
+    torch.testing.assert_close(logits[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+    logits.sum().backward()
+
+
+def test_states_that_cannot_be_appended_leave_the_context():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    cache = handed_over(model, ids)
+    layer, keys = cache.layers[0], torch.randn(1, 2, 1, 16)
+    with torch.no_grad(), pytest.raises(RuntimeError):
+        layer.update(keys, torch.randn(1, 2, 3, 16))
+    assert layer.get_seq_length() == 19
+
+
+def test_a_compiled_model_takes_a_pending_cache():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        found = compiled(ids[:, 19:], position_ids=torch.tensor([[19]]), **cache_argument(handed_over(model, ids))).logits
+        torch.testing.assert_close(found[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_not_finite_stays_refused():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    source_cache, _ = prefill(model, ids)
+    source_cache.layers[1].values[0, 0, 9, 0] = float("nan")
+    cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
+    for _ in range(3):
+        with pytest.raises(HandOffError, match="Target layer 1: translated values are not finite"):
+            generate(model, ids, cache)
+    with pytest.raises(HandOffError, match="Target layer 1"):
+        list(cache)
+
+
+def test_flags_that_are_read_late_are_read_all_the_same(monkeypatch):
+    """As on a device: groups of two layers, whose flags are looked at when the second is taken."""
+    monkeypatch.setattr("hf_crosscache.translation.PendingTranslation._at_once", lambda *_: 2)
+    monkeypatch.setattr("hf_crosscache.translation._reads_flags_at_once", lambda device: False)
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    assert torch.equal(generate(model, ids, handed_over(model, ids)), generate(model, ids))
+    for poisoned, uses in ((0, 2), (1, 2), (2, 2)):
+        source_cache, _ = prefill(model, ids)
+        source_cache.layers[poisoned].values[0, 0, 9, 0] = float("nan")
+        for use in (lambda c: generate(model, ids, c), lambda c: c.layers[0].keys if poisoned < 2 else list(c), lambda c: c.translate()):
+            cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
+            for _ in range(uses):
+                with pytest.raises(HandOffError, match=f"Target layer {poisoned}"):
+                    use(cache)
+        cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
+        with torch.no_grad():  # a pass that ends after the first layer, and the next one
+            cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+            if poisoned < 2:
+                with pytest.raises(HandOffError, match=f"Target layer {poisoned}"):
+                    cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+
+
+def test_a_dtype_that_cannot_hold_the_states_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    source_cache, _ = prefill(model, ids)
+    for layer in source_cache.layers:
+        layer.values *= 1e6
+    cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids).translate()
+    with torch.no_grad(), pytest.raises(HandOffError, match="Target layer 0: translated values are not finite"):
+        cache.update(torch.zeros(1, 2, 1, 16).half(), torch.zeros(1, 2, 1, 16).half(), 0)

@@ -67,3 +67,31 @@ def test_layers_of_another_shape_are_named():
     pairs[1] = (pairs[1][0], pairs[1][1][:, :1])
     with pytest.raises(GeometryError, match=r"layer 1: values of shape \(1, 2, 6, 16\) expected, \(1, 1, 6, 16\) found"):
         SourceStates(pairs, CacheGeometry.from_model(model), READERS)
+
+
+def test_a_source_that_was_written_to_is_refused():
+    model, ids = tiny_model("llama"), random_ids(1, 12)
+    static = StaticCache(config=model.config, max_cache_len=40)
+    with torch.no_grad():
+        model(ids, **cache_argument(static))
+    states = SourceStates(static, CacheGeometry.from_model(model), READERS)
+    assert states[0][0].shape[2] == 12
+    static.reset()
+    with pytest.raises(HandOffError, match="layer 0: it was written to after"):
+        states[0]
+
+
+def test_layers_of_several_dtypes_become_the_widest():
+    model = tiny_model("llama")
+    pairs = [(layer.keys.half(), layer.values.half()) for layer in prefill(model, random_ids(1, 6))[0].layers]
+    pairs[2] = (pairs[2][0], pairs[2][1].float())
+    states = SourceStates(pairs, CacheGeometry.from_model(model), READERS)
+    assert states.dtype == torch.float32 and all(side.dtype == torch.float32 for side in states[0])
+
+
+def test_a_cache_that_was_emptied_is_refused():
+    cache = DynamicCache()
+    cache.update(torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16), 0)
+    cache.layers[0].keys = cache.layers[0].values = torch.tensor([])
+    with pytest.raises(HandOffError, match="source cache is empty"):
+        SourceStates(cache, CacheGeometry.from_model(tiny_model("llama")), READERS)

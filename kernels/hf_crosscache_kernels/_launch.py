@@ -64,15 +64,15 @@ def readable(layers: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], li
         the tensors, and their addresses.
     """
     first = layers[0]
-    strides, elements, bytes_each = first.stride(), first.numel(), first.element_size()
+    shape, dtype, strides = first.shape, first.dtype, first.stride()
+    if not all([layer.shape == shape and layer.dtype == dtype for layer in layers]):
+        found = sorted({(tuple(layer.shape), str(layer.dtype)) for layer in layers})
+        raise ValueError(f"Layers of one shape and dtype expected, {found} found.")
     pointers = [layer.data_ptr() for layer in layers]
-    alike = all([layer.is_contiguous() and layer.numel() == elements for layer in layers])
-    alike = alike or all([layer.stride() == strides and layer.shape == first.shape for layer in layers])
-    starts = strides[-1] == 1 and not any([stride * bytes_each % _ALIGNMENT for stride in strides[:-1]])
+    alike = all([layer.is_contiguous() for layer in layers]) or all([layer.stride() == strides for layer in layers])
+    starts = strides[-1] == 1 and not any([stride * dtype.itemsize % _ALIGNMENT for stride in strides[:-1]])
     if alike and starts and not any([pointer % _ALIGNMENT for pointer in pointers]):
         return layers, pointers
-    if any(layer.shape != first.shape for layer in layers):
-        raise ValueError(f"Source layers of one shape expected, {sorted({tuple(layer.shape) for layer in layers})} found.")
     copies = [layer.clone(memory_format=torch.contiguous_format) for layer in layers]
     return copies, [copy.data_ptr() for copy in copies]
 
@@ -136,6 +136,27 @@ def name_of(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def check_outputs(**outputs: torch.Tensor) -> None:
+    """Refuse outputs that a kernel would write past: their last dimension has to be dense, and all of sums and flags."""
+    for name, out in outputs.items():
+        dense = out.stride(-1) == 1 if name.startswith("out") else out.is_contiguous()
+        if not dense:
+            raise ValueError(f"{name} of shape {tuple(out.shape)} has strides {out.stride()}: give one that is contiguous.")
+
+
+def row_stride(positions: torch.Tensor) -> int:
+    """Return the stride from one batch row of positions to the next, 0 where one row serves all."""
+    return positions.stride(0) if positions.shape[0] > 1 else 0
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may take; without bound where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1 << 62
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 99 << 10)
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -6,7 +6,7 @@ import triton.language as tl
 from ._strip_triton import strip_kernel
 
 # Counts that change from call to call and align nothing: a kernel compiled for one serves all.
-_LOOSE = ["rows", "capacity", "num_tiles", "c", "e", "y_block_stride", "weight_stride", "column_blocks"]
+_LOOSE = ["rows", "capacity", "num_tiles", "c", "e", "y_block_stride", "weight_stride", "scale_stride", "column_blocks"]
 __all__ = ["products_kernel", "strip_kernel", "sums_kernel"]
 
 
@@ -17,7 +17,7 @@ def products_kernel(
     x_blocks,  # int32 [G, c]
     y_blocks,  # int32 [G or 1, e]
     sample_weight,  # float32 [G or 1, rows], at most 1
-    scale,  # float32 [1]: what the weights were divided by
+    scale,  # float32 [G or 1]: what the weights were divided by
     tiles,  # int32 [tiles, 2]: row of tiles, and column of tiles, those of Y after those of X
     sum_xx,  # float64 [G, n, n], lower triangle
     sum_xy,  # float64 [G, n, m]
@@ -30,6 +30,7 @@ def products_kernel(
     e,
     y_block_stride,
     weight_stride,
+    scale_stride,
     X_DIM: tl.constexpr,
     Y_DIM: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -64,7 +65,7 @@ def products_kernel(
         )  # fmt: skip
         to, width = sum_xy + group * n * m, m
     if WEIGHTED:
-        acc *= tl.load(scale)
+        acc *= tl.load(scale + group * scale_stride)
     right = (j - (0 if j < x_tiles else x_tiles)) * BLOCK + tl.arange(0, BLOCK)
     to += left.to(tl.int64)[:, None] * width + right[None, :]
     ok = (left < n)[:, None] & (right < width)[None, :]
@@ -113,6 +114,7 @@ def sums_kernel(
     width,
     c,
     weight_stride,
+    scale_stride,
     DIM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     SQUARED: tl.constexpr,
@@ -138,8 +140,9 @@ def sums_kernel(
         if SQUARED:
             total_square += tl.sum(weighted * z, axis=0)
     if WEIGHTED:
-        total *= tl.load(scale)
-        total_square *= tl.load(scale)
+        factor = tl.load(scale + group * scale_stride)
+        total *= factor
+        total_square *= factor
     to = group * width + column
     tl.store(sums + to, tl.load(sums + to, mask=column < width, other=0.0) + total.to(tl.float64), mask=column < width)
     if SQUARED:

@@ -154,9 +154,10 @@ def map_kernel(
             K, SOURCE_DIM, TARGET_DIM, KEY_DTYPE, KEY_OPERAND, PRECISION,
         )  # fmt: skip
         acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
-        _flag(acc, flags + 2 * layer, out_keys.dtype.element_ty == tl.float16)
+        _flag(acc, flags + 2 * layer)
         out = out_keys + layer * out_key_stride_n + row * out_key_stride_b + head.to(tl.int64) * out_key_stride_h + wide * out_key_stride_t
         if ROTARY == 0:
+            _flag_overflow(acc, flags + 2 * layer, out_keys.dtype.element_ty)
             ok = in_context[:, None] & column_ok[None, :]
             tl.store(out + (offsets * out_key_stride_t)[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=ok)
         else:
@@ -168,10 +169,12 @@ def map_kernel(
             if BLOCK_T > 128:  # in two halves: the registers of a whole one would spill
                 HALF_T: tl.constexpr = BLOCK_T // 2
                 top, bottom = tl.split(tl.permute(tl.reshape(acc, (2, HALF_T, BLOCK_N)), (1, 2, 0)))
-                _store_rotated(top, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
-                _store_rotated(bottom, out, out_key_stride_t, HALF_T, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
+                _store_rotated(top, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, flags + 2 * layer, TARGET_DIM, ROTARY)
+                _store_rotated(
+                    bottom, out, out_key_stride_t, HALF_T, left, cos_table, sin_table, positions, flags + 2 * layer, TARGET_DIM, ROTARY
+                )
             else:
-                _store_rotated(acc, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, TARGET_DIM, ROTARY)
+                _store_rotated(acc, out, out_key_stride_t, 0, left, cos_table, sin_table, positions, flags + 2 * layer, TARGET_DIM, ROTARY)
     else:
         first = row * value_stride_b + (value_begin + start).to(tl.int64) * value_stride_t
         columns = tl.arange(0, BLOCK_N)
@@ -181,7 +184,8 @@ def map_kernel(
             K, SOURCE_DIM, TARGET_DIM, VALUE_DTYPE, VALUE_OPERAND, PRECISION,
         )  # fmt: skip
         acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
-        _flag(acc, flags + 2 * layer + 1, out_values.dtype.element_ty == tl.float16)
+        _flag(acc, flags + 2 * layer + 1)
+        _flag_overflow(acc, flags + 2 * layer + 1, out_values.dtype.element_ty)
         out = out_values + layer * out_value_stride_n + row * out_value_stride_b + head.to(tl.int64) * out_value_stride_h
         out += wide * out_value_stride_t
         ok = in_context[:, None] & column_ok[None, :]
@@ -220,17 +224,23 @@ def _map(
 
 
 @triton.jit
-def _flag(acc, flag, FLOAT16: tl.constexpr):
+def _flag(acc, flag):
     """Raise the flag if a row is not finite. A sum a row is the cheapest test, and no flag is touched while all is well."""
     rows = tl.sum(acc, axis=1)
     bad = (tl.abs(rows) <= 3.0e38) == 0
-    if FLOAT16:
-        bad = bad | (tl.max(tl.abs(acc), axis=1) > 65504.0)
     tl.atomic_max(flag + tl.zeros_like(rows).to(tl.int32), tl.full(rows.shape, 1, tl.int32), mask=bad)
 
 
 @triton.jit
-def _store_rotated(acc, out, stride, skip, left, cos_rows, sin_rows, positions, DIM: tl.constexpr, ROTARY: tl.constexpr):
+def _flag_overflow(states, flag, DTYPE: tl.constexpr):
+    """Raise the flag if a float16 output overflows: beside the sum, since its range ends where keys may still go."""
+    if DTYPE == tl.float16:
+        rows = tl.max(tl.abs(states), axis=1)
+        tl.atomic_max(flag + tl.zeros_like(rows).to(tl.int32), tl.full(rows.shape, 1, tl.int32), mask=rows >= 65520.0)
+
+
+@triton.jit
+def _store_rotated(acc, out, stride, skip, left, cos_rows, sin_rows, positions, flag, DIM: tl.constexpr, ROTARY: tl.constexpr):
     """Rotate the two halves of every row against each other and write them.
 
     acc: `[BLOCK_T, BLOCK_N]` mapped keys of the rows from `skip` on; left: rows of the context from row 0 of `out` on.
@@ -258,8 +268,12 @@ def _store_rotated(acc, out, stride, skip, left, cos_rows, sin_rows, positions, 
     else:
         ok = in_context[:, None] & (pair < DIM // 2)[None, :]
     rows = out + (row * stride)[:, None]
-    tl.store(rows + first[None, :], (a * cos - b * sin).to(out.dtype.element_ty), mask=ok)
-    tl.store(rows + second[None, :], (b * cos + a * sin).to(out.dtype.element_ty), mask=ok)
+    turned = a * cos - b * sin
+    _flag_overflow(turned, flag, out.dtype.element_ty)
+    tl.store(rows + first[None, :], turned.to(out.dtype.element_ty), mask=ok)
+    turned = b * cos + a * sin
+    _flag_overflow(turned, flag, out.dtype.element_ty)
+    tl.store(rows + second[None, :], turned.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._launch import ceil_div, interpreting, launch, name_of, readable, register, row_stride
+from ._launch import ceil_div, check_outputs, interpreting, launch, name_of, readable, register, row_stride
 from .reference import accumulate_moments_reference
 
 _ROWS_AT_ONCE = 4096  # of the panels, and of one float32 sum: what follows is added in float64
@@ -81,6 +81,7 @@ def _run_triton(
     sum_yy: torch.Tensor,
 ) -> None:
     kernels = _kernels()
+    check_outputs(total=total, sum_x=sum_x, sum_y=sum_y, sum_xx=sum_xx, sum_xy=sum_xy, sum_yy=sum_yy)
     batch, source_heads, tokens, x_dim = source[0].shape
     target_heads, y_dim = target[0].shape[1], target[0].shape[3]
     groups, n, m = sum_xy.shape
@@ -106,10 +107,11 @@ def _run_triton(
             _fill(x, source, rows, source_shift, source_cos, source_sin, source_tables, source_positions)
             _fill(y, target, rows, target_shift, target_cos, target_sin, target_tables, target_positions)
             weight = weights[:, rows[0], rows[1]].reshape(weight_groups, -1).contiguous() if weighted else weights
-            stride = count if weight_groups > 1 else 0
+            stride, scale_stride = (count, 1) if weight_groups > 1 else (0, 0)
             arguments = (
                 x, y, x_blocks, y_blocks, weight, scale, tiles, sum_xx, sum_xy, count, capacity, len(tiles), n, m, x_blocks.shape[1],
                 y_blocks.shape[1], y_blocks.shape[1] if len(y_blocks) > 1 else 0, stride,
+                scale_stride,
             )  # fmt: skip
             launch(
                 kernels.products_kernel, (groups * len(tiles),), arguments,
@@ -120,7 +122,7 @@ def _run_triton(
                 width, columns = sums.shape[1], ceil_div(sums.shape[1], _TILE)
                 arguments = (
                     states, blocks, weight, scale, sums, sums if squares is None else squares, count, capacity, columns, width,
-                    blocks.shape[1], stride,
+                    blocks.shape[1], stride, scale_stride,
                 )  # fmt: skip
                 launch(
                     kernels.sums_kernel, (columns * len(sums),), arguments,
@@ -133,13 +135,13 @@ _accumulate_moments = register(accumulate_moments_reference, _run_triton, ("tota
 
 
 def _scaled(sample_weight: torch.Tensor | None, batch: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights `[G or 1, B, T]` of at most 1, so that a product with them fits float16, and what they were divided by."""
+    """Return weights `[G or 1, B, T]` of at most 1, so that a product with them fits float16, and what each row was divided by."""
     if sample_weight is None:
         one = torch.ones(1, device=device)
         return one, one
     weights = sample_weight.to(device=device, dtype=torch.float32).view(-1, batch, tokens)
-    scale = weights.amax().clamp_min(torch.finfo(torch.float32).tiny).reshape(1)
-    return weights / scale, scale
+    scale = weights.amax((1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+    return weights / scale[:, None, None], scale
 
 
 def _tiles(n: int, m: int, device: torch.device) -> torch.Tensor:
@@ -165,10 +167,10 @@ def _fill(
     begin, length = rows[1].start, rows[1].stop - rows[1].start
     per_head = panel.stride(0)
     blocks = ceil_div(length, 128)
-    own = positions[rows[0]] if positions.shape[0] > 1 else positions
+    own = (positions[rows[0]] if positions.shape[0] > 1 else positions).contiguous()
     arguments = (
-        torch.tensor(pointers).to(panel.device), tables, cos.contiguous(), sin.contiguous(), own, shift.contiguous(), panel, begin, begin,
-        length, blocks, batch, heads, *states[0].stride()[:3], heads * per_head, length * dim, per_head, row_stride(own),
+        torch.tensor(pointers).to(panel.device), tables.contiguous(), cos.contiguous(), sin.contiguous(), own, shift.contiguous(), panel,
+        begin, begin, length, blocks, batch, heads, *states[0].stride()[:3], heads * per_head, length * dim, per_head, row_stride(own),
         cos.shape[1] * cos.shape[2],
     )  # fmt: skip
     launch(

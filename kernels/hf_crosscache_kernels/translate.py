@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from ._launch import ceil_div, interpreting, launch, name_of, power_of_2, readable, register, row_stride
+from ._launch import ceil_div, check_outputs, interpreting, launch, name_of, power_of_2, readable, register, row_stride, shared_memory
 from .reference import translate_kv_reference
 
 _SCRATCH_BYTES = 512 << 20  # of pre-RoPE keys that are held at once
 _STRIP_BLOCK = 128
+_COLUMNS_A_STEP = 64  # of the states, in the kernel's loop
 _NEAR = 512  # tokens that all layers translate before the next ones
 _NEAR_SHARED = 1024
 
@@ -22,9 +23,10 @@ def weight_dtypes(states: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Tell in which dtypes the weights of keys and of values multiply states of some dtype.
 
     Values are multiplied as cached. Keys leave their rotation as float32 numbers and are rounded to float16, whose three more bits keep
-    the error of a bfloat16 cache at that of its own rounding. float32 states are multiplied as float32.
+    the error of a bfloat16 cache at that of its own rounding; beyond its range of 65,504 a flag is raised, and keys of a scale below 1e-5
+    lose bits. Wider states are multiplied as float32.
     """
-    return (torch.float32, torch.float32) if states == torch.float32 else (torch.float16, states)
+    return (torch.float32, torch.float32) if states.itemsize > 2 else (torch.float16, states)
 
 
 def translate_kv(
@@ -81,6 +83,9 @@ def _run_triton(
     begin: int = 0,
 ) -> None:
     kernels = _kernels()
+    check_outputs(out_keys=out_keys, out_values=out_values, flags=flags)
+    source_positions, target_positions = source_positions.contiguous(), target_positions.contiguous()
+    source_tables, target_tables, blocks = source_tables.contiguous(), target_tables.contiguous(), blocks.contiguous()
     (keys, rotated), (values, value_addresses) = readable(source_keys), readable(source_values)
     num_layers, batch, heads, tokens, target_dim = out_keys.shape
     _, source_heads, _, source_dim = keys[0].shape
@@ -106,9 +111,10 @@ def _run_triton(
     )  # fmt: skip
     strips = (table, source_tables, source_cos.contiguous(), source_sin.contiguous(), source_positions, bias, scratch)
     shared = groups == 1 and heads > 1
-    schedule = _schedule(value_dtype, target_dim, tokens, shared=shared)
+    operand_bytes = max(key_operand.itemsize, value_operand.itemsize)
+    schedule = _schedule(operand_bytes, target_dim, tokens, shared, out_keys.device)
     block_t = schedule.pop("BLOCK_T")
-    for start in range(0, tokens, part):
+    for start in range(0, tokens, max(part, 1)):
         length = min(part, tokens - start)
         if rotary or start == 0:
             strip_blocks = ceil_div(length, _STRIP_BLOCK)
@@ -141,21 +147,29 @@ def _run_triton(
 _translate_kv = register(translate_kv_reference, _run_triton, ("out_keys", "out_values", "flags"))
 
 
-def _schedule(dtype: torch.dtype, target_dim: int, tokens: int, *, shared: bool) -> dict[str, Any]:
-    """Choose the block of tokens and the launch for it, as measured on an H200.
+def _schedule(operand_bytes: int, target_dim: int, tokens: int, shared: bool, device: torch.device) -> dict[str, Any]:
+    """Choose the block of tokens and the launch for it: the first of those measured on an H200 that fits the device's shared memory.
 
     What limits a map of separate heads is what the L2 cache delivers; two programs of 128 tokens on a multiprocessor hide each other's
     beginnings and ends. Maps whose heads all read the same are limited by the products, and take the largest block that fits.
     """
-    if dtype == torch.float32:
-        return {"BLOCK_T": 64, "num_warps": 4 if target_dim <= 128 else 8, "num_stages": 2}
-    if tokens <= 64 or target_dim > 128:
-        return {"BLOCK_T": 64, "num_warps": 4 if target_dim <= 128 else 8, "num_stages": 3}
-    if target_dim <= 64:
-        return {"BLOCK_T": 128, "num_warps": 4, "num_stages": 3}
-    if shared and tokens >= 2048:
-        return {"BLOCK_T": 256, "num_warps": 8, "num_stages": 4}
-    return {"BLOCK_T": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128}
+    wide = 8 if target_dim > 128 else 4
+    choices = [{"BLOCK_T": 64, "num_warps": wide, "num_stages": 2}, {"BLOCK_T": 64, "num_warps": wide, "num_stages": 1}]
+    if operand_bytes == 2:
+        if tokens <= 64 or target_dim > 128:
+            choices.insert(0, {"BLOCK_T": 64, "num_warps": wide, "num_stages": 3})
+        elif target_dim <= 64:
+            choices.insert(0, {"BLOCK_T": 128, "num_warps": 4, "num_stages": 3})
+        else:
+            choices.insert(0, {"BLOCK_T": 128, "num_warps": 8, "num_stages": 3, "maxnreg": 128})
+            if shared and tokens >= 2048:
+                choices.insert(0, {"BLOCK_T": 256, "num_warps": 8, "num_stages": 4})
+    limit = shared_memory(device)
+    columns = max(16, power_of_2(target_dim))
+    for choice in choices:
+        if choice["num_stages"] * _COLUMNS_A_STEP * (choice["BLOCK_T"] + columns) * operand_bytes <= limit:
+            break
+    return dict(choice)
 
 
 @cache

@@ -71,6 +71,23 @@ def test_the_same_seeds_give_the_same_bits(triton_here):
     assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
 
 
+def test_regressions_keep_their_own_scale(triton_here):
+    a = Moments("scales", weight="regressions", dtype=torch.bfloat16).arguments(triton_here)
+    a["sample_weight"][1] *= 1e-9
+    accumulate_moments(**a)
+    oracle = moments_oracle(a)
+    for name in ("sum_x", "sum_xy"):
+        assert relative_error(a[name][1], oracle[name][1]) < HALF
+    assert a["total"][1].item() == pytest.approx(oracle["total"][1].item(), rel=1e-5)
+
+
+def test_sums_that_a_kernel_would_write_past_are_refused(triton_here):
+    a = Moments("sums").arguments(triton_here)
+    a["sum_xy"] = a["sum_xy"].transpose(1, 2).contiguous().transpose(1, 2)
+    with pytest.raises(ValueError, match="sum_xy of shape"):
+        accumulate_moments(**a)
+
+
 def test_weights_of_each_regression_need_outputs_of_each():
     a = Moments("shared", together=True, weight="regressions").arguments()
     with pytest.raises(ValueError, match="need outputs of their own; 1 given"):

@@ -79,7 +79,7 @@ def test_what_is_not_finite_raises_its_flag_alone(implementation, role, value, t
 def test_layers_of_several_shapes_are_refused(triton_here):
     a = Translation("uneven").arguments(triton_here)
     a["source_values"][1] = a["source_values"][1][:, :1].contiguous()
-    with pytest.raises(ValueError, match="one shape expected"):
+    with pytest.raises(ValueError, match="one shape and dtype expected"):
         translate_kv(**a)
 
 
@@ -92,11 +92,52 @@ def test_layers_of_several_strides_are_copied(triton_here):
         assert relative_error(found, oracle) < 1e-5
 
 
-def test_a_float16_cache_that_overflows_raises_its_flag(triton_here):
+@pytest.mark.parametrize("role,value", [(0, 70000.0), (0, 60000.0), (1, 70000.0)])
+def test_a_float16_cache_that_overflows_raises_its_flag(role, value, triton_here):
+    """60,000 fits, but not once it is turned by up to 45 degrees."""
     a = Translation("overflow", dtype=torch.float16).arguments(triton_here)
-    a["bias"][1, 0, 2, 5] = 70000.0
+    a["bias"][1, role, 2, [5, 21]] = value
     translate_kv(**a)
-    assert a["flags"].tolist() == [[0, 0], [1, 0]]
+    expected = torch.zeros(2, 2, dtype=torch.int32)
+    expected[1, role] = 1
+    assert torch.equal(a["flags"].cpu(), expected)
+    assert a[("out_keys", "out_values")[role]][1].isinf().any()
+
+
+def test_what_describes_the_problem_may_be_strided(triton_here):
+    a = Translation("descriptions", batch=2, tables=2).arguments(triton_here)
+    oracle = translation_oracle(a)
+    for name in ("source_positions", "target_positions", "source_tables", "target_tables"):
+        a[name] = a[name].repeat_interleave(2, dim=-1)[..., ::2]
+    a["blocks"] = a["blocks"].transpose(0, 3).contiguous().transpose(0, 3)
+    assert not a["blocks"].is_contiguous() and not a["source_positions"].is_contiguous()
+    translate_kv(**a)
+    for found, want in zip((a["out_keys"], a["out_values"]), oracle, strict=True):
+        assert relative_error(found, want) < 1e-5
+
+
+def test_outputs_that_a_kernel_would_write_past_are_refused(triton_here):
+    a = Translation("outputs").arguments(triton_here)
+    for name in ("out_keys", "flags"):
+        spoiled = {**a, name: a[name].transpose(-1, -2).contiguous().transpose(-1, -2)}
+        with pytest.raises(ValueError, match=f"{name} of shape"):
+            translate_kv(**spoiled)
+
+
+def test_no_tokens_are_no_work(triton_here):
+    a = Translation("nothing", tokens=0).arguments(triton_here)
+    translate_kv(**a)
+    assert not a["flags"].any()
+
+
+def test_a_schedule_fits_the_device(monkeypatch):
+    from hf_crosscache_kernels import translate
+
+    for limit in (99 << 10, 163 << 10, 227 << 10):
+        monkeypatch.setattr(translate, "shared_memory", lambda device, limit=limit: limit)
+        for operand_bytes, dim, shared in ((2, 128, True), (2, 256, False), (4, 128, True), (4, 256, True), (2, 64, False)):
+            found = translate._schedule(operand_bytes, dim, 4096, shared, torch.device("cuda"))
+            assert found["num_stages"] * 64 * (found["BLOCK_T"] + dim) * operand_bytes <= limit
 
 
 def test_folding_the_rotations_into_one_is_wrong():
