@@ -90,10 +90,11 @@ class SourceStates:
 def _layers_of(cache: Cache | Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     layers: list[Any]
     if isinstance(cache, Cache):
-        if all([type(layer) is DynamicLayer and layer.is_initialized for layer in cache.layers]):
-            layers = [(layer.keys, layer.values) for layer in cache.layers]
+        layers = list(cache.layers)
+        if all([type(layer) is DynamicLayer and layer.is_initialized for layer in layers]):
+            layers = [(layer.keys, layer.values) for layer in layers]
         else:
-            layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(cache.layers)]
+            layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(layers)]
     else:
         layers = [(pair[0], pair[1]) for pair in cache]
     if not layers or layers[0][0].ndim != 4 or not layers[0][0].shape[2]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,7 +12,13 @@ from .errors import GeometryError, HandOffError
 from .source import SourceStates
 from .translator import CacheTranslator, NativeStates
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
+
+
+def _uncompiled(function: _Function) -> _Function:
+    """What a compiled model calls as it is: a hand-off happens once, and what it holds changes as it goes."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 class PendingTranslation:
@@ -51,7 +58,7 @@ class PendingTranslation:
             self._pending.discard(layer_idx)
             self.source = self.source.without((layer_idx,))
 
-    @torch.compiler.disable
+    @_uncompiled
     def translate_all(self) -> None:
         """Translate every pending layer, in as few launches as there are shapes of layers."""
         for run in self.translator.runs:
@@ -59,7 +66,7 @@ class PendingTranslation:
                 self._translate(self._group(min(left), len(run)), self.dtype, 0)
         self.check_finite()
 
-    @torch.compiler.disable
+    @_uncompiled
     def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
 

@@ -278,38 +278,45 @@ def test_a_compiled_model_takes_a_pending_cache():
         torch.testing.assert_close(found[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
+def poisoned(model, ids, layer_idx):
+    """A cache of a source that holds NaN in one layer."""
+    source_cache, _ = prefill(model, ids)
+    source_cache.layers[layer_idx].values[0, 0, 9, 0] = float("nan")
+    return TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
+
+
 def test_what_is_not_finite_stays_refused():
     model, ids = tiny_model("llama"), random_ids(1, 20)
-    source_cache, _ = prefill(model, ids)
-    source_cache.layers[1].values[0, 0, 9, 0] = float("nan")
-    cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
-    for _ in range(3):
-        with pytest.raises(HandOffError, match="Target layer 1: translated values are not finite"):
-            generate(model, ids, cache)
-    with pytest.raises(HandOffError, match="Target layer 1"):
-        list(cache)
+    cache = poisoned(model, ids, 1)
+    refused = pytest.raises(HandOffError, match="Target layer 1: translated values are not finite")
+    with refused:
+        generate(model, ids, cache)
+    for use in (lambda: cache.layers[1].keys, lambda: list(cache), cache.translate, lambda: model(ids[:, -1:], **cache_argument(cache))):
+        with refused:
+            use()
 
 
-def test_flags_that_are_read_late_are_read_all_the_same(monkeypatch):
+@pytest.mark.parametrize("layer_idx", [0, 1, 2])
+def test_flags_that_are_read_late_are_read_all_the_same(monkeypatch, layer_idx):
     """As on a device: groups of two layers, whose flags are looked at when the second is taken."""
     monkeypatch.setattr("hf_crosscache.translation.PendingTranslation._at_once", lambda *_: 2)
     monkeypatch.setattr("hf_crosscache.translation._reads_flags_at_once", lambda device: False)
     model, ids = tiny_model("llama"), random_ids(1, 20)
     assert torch.equal(generate(model, ids, handed_over(model, ids)), generate(model, ids))
-    for poisoned, uses in ((0, 2), (1, 2), (2, 2)):
-        source_cache, _ = prefill(model, ids)
-        source_cache.layers[poisoned].values[0, 0, 9, 0] = float("nan")
-        for use in (lambda c: generate(model, ids, c), lambda c: c.layers[0].keys if poisoned < 2 else list(c), lambda c: c.translate()):
-            cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
-            for _ in range(uses):
-                with pytest.raises(HandOffError, match=f"Target layer {poisoned}"):
-                    use(cache)
-        cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
-        with torch.no_grad():  # a pass that ends after the first layer, and the next one
-            cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
-            if poisoned < 2:
-                with pytest.raises(HandOffError, match=f"Target layer {poisoned}"):
-                    cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+    refused = pytest.raises(HandOffError, match=f"Target layer {layer_idx}")
+    uses = [lambda c: generate(model, ids, c), list, lambda c: c.translate(), lambda c: c.layers[layer_idx].keys]
+    for use in uses:
+        cache = poisoned(model, ids, layer_idx)
+        with refused:
+            use(cache)
+        with refused:
+            cache.layers[2].values.sum()
+    cache = poisoned(model, ids, layer_idx)
+    with torch.no_grad():  # a pass that ends after the first layer, and the next one
+        cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
+        if layer_idx < 2:
+            with refused:
+                cache.update(torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16), 0)
 
 
 def test_a_dtype_that_cannot_hold_the_states_is_refused():
