@@ -34,8 +34,9 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
             tensors[f"{name}.weight"] = layer_map.weight.to(dtype)
             tensors[f"{name}.mean_x"] = layer_map.mean_x
             tensors[f"{name}.mean_y"] = layer_map.mean_y
-        if role in translator.r2:
-            tensors[f"r2.{role}"] = translator.r2[role]
+        for name in ("r2", "reach"):
+            if role in getattr(translator, name):
+                tensors[f"{name}.{role}"] = getattr(translator, name)[role]
     if translator.opening is not None:
         for layer_idx, pair in enumerate(zip(translator.opening.keys, translator.opening.values, strict=True)):
             for role, states in zip(_ROLES, pair, strict=True):
@@ -96,6 +97,7 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         sink_tokens=config["sink_tokens"],
         opening=opening,
         r2={role: tensor(f"r2.{role}") for role in _ROLES if f"r2.{role}" in tensors},
+        reach={role: tensor(f"reach.{role}") for role in _ROLES if f"reach.{role}" in tensors},
         summary=config["summary"],
     )
 

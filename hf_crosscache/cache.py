@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from .compat import prefill, states_of
-from .errors import HandOffError
+from . import first_tokens
+from .compat import cache_argument, decoder_of, states_of
+from .context import Context
+from .errors import HandOffError, HandOffWarning
+from .guard import guard
+from .hand_off_report import HandOffReport
+from .layers import TranslatedLayer, TranslatedSlidingLayer
+from .placement import layer_devices
+from .prompt import Prompt
 from .source import SourceStates
 from .translation import PendingTranslation
-from .translator import CacheTranslator, NativeStates
+from .translator import CacheTranslator
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+OnError = Literal["raise", "prefill"]
 
 
 class TranslatedCache(Cache):
@@ -25,20 +38,30 @@ class TranslatedCache(Cache):
         cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=prompt.input_ids)
         target.generate(**prompt, past_key_values=cache)        # `cache=cache` from transformers 5.24 on
 
-    The first `sink_tokens` positions are the target's own, from a prefill of those few tokens (exact, since attention is causal); the
+    The first `sink_tokens` tokens of each row are the target's own, from a prefill of those few (exact, since attention is causal); the
     last `recompute_last` positions are left out, so that the target reads those tokens itself. What lies between is translated on first
-    use, layer by layer, or on CUDA some layers at a time; `translate()` does all at once. After that the cache behaves as a
-    `DynamicCache` that holds the same tensors.
+    use, layer by layer, or on CUDA some layers at a time; `translate()` does all at once. Layers of sliding-window attention get the
+    window alone. After that the cache behaves as a `DynamicCache` that holds the same tensors; before it, every operation gives what it
+    would give then.
+
+    The target model is guarded from then on: see `hf_crosscache.guard`.
 
     Args:
-        source_cache: the source model's cache of the context: a `Cache` that has kept every position, or (keys, values) pairs.
-        translator: fitted for this pair of models, on any device: its maps are packed once for the device of the source cache.
+        source_cache: the source model's cache of the context: a `Cache` that has kept every position, a `generate` output that holds one,
+            or (keys, values) pairs.
+        translator: fitted for this pair of models, on any device: its maps are packed once for each device that they work on.
         target_model: computes the first positions. Without it they come from the opening that the translator carries, where the
             context begins with it.
         input_ids: `[B, >= T]` token ids of the whole prompt, or of the context at least.
-        sink_tokens: leading positions that are the target's own; None for the translator's.
+        attention_mask: `[B, L]` of that prompt, as `generate` is given it; needed for padded batches alone, which are padded on the left.
+        source_attention_mask: `[B, T]` as the source read the context, where its padding is not that of the prompt (on the right, say).
+        sink_tokens: leading tokens of each row that are the target's own; None for the translator's.
         recompute_last: trailing context positions that are left to the target. At least 1 where the prompt ends with the context,
             since `generate` needs a token to read.
+        on_error: "raise" where translated states are not finite or wildly large, or "prefill": the target then reads the context itself,
+            with a warning that names the layer. That needs target_model and input_ids, and looks at all layers before the first is used.
+        min_context_recovered: warn where the translator is known to keep less than this share of a context.
+        keep_window: False keeps all positions of sliding layers, so that the cache can itself be handed on.
 
     Raises:
         GeometryError: the source cache or the target model is not the translator's.
@@ -53,197 +76,281 @@ class TranslatedCache(Cache):
         *,
         target_model: PreTrainedModel | None = None,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        source_attention_mask: torch.Tensor | None = None,
         sink_tokens: int | None = None,
         recompute_last: int = 1,
+        on_error: OnError = "raise",
+        min_context_recovered: float = 0.5,
+        keep_window: bool = True,
     ) -> None:
         if target_model is not None:
             translator.check(target_model=target_model)
+        if on_error == "prefill" and (target_model is None or input_ids is None):
+            raise HandOffError('on_error="prefill" needs target_model= and input_ids=, so that the target can read the context itself.')
+        _warn_of_quality(translator, min_context_recovered)
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
-        if not 0 <= recompute_last < source.length:
-            raise HandOffError(
-                f"recompute_last = {recompute_last} of a context of {source.length} tokens: 0 to {source.length - 1} expected."
-            )
-        length = source.length - recompute_last
-        _check_ids(input_ids, source, target_model)
-        sinks = _sinks(translator, source, target_model, input_ids, sink_tokens, length)
-        self._hand_off = PendingTranslation(source, translator, sinks, length, source.dtype if target_model is None else target_model.dtype)
-        self._prompt_length = None if input_ids is None else input_ids.shape[1]
-        super().__init__(layers=[TranslatedLayer(self._hand_off, layer_idx) for layer_idx in range(len(translator.target.geometry))])
+        context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
+        self._prompt = Prompt.of(input_ids, attention_mask, source, context, target_model)
+        self._target_model, self._on_error = target_model, on_error
+        self._report = HandOffReport(left_to_target=source.length - context.length)
+        with self._report.native_work.on(source.device if target_model is None else target_model.device):
+            sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
+        windows = _windows(translator) if keep_window else None
+        self._hand_off = PendingTranslation(
+            source,
+            translator,
+            context,
+            sinks,
+            source.dtype if target_model is None else target_model.dtype,
+            windows=windows,
+            devices=None if target_model is None else layer_devices(target_model, len(translator.keys)),
+        )
+        self._report.native_tokens = 0 if sinks is None else sinks.length
+        self._report.follow(self._hand_off)
+        layers: list[Any] = []
+        for layer_idx in range(len(translator.target.geometry)):
+            window = None if windows is None else windows[layer_idx]
+            layers.append(TranslatedLayer(layer_idx) if window is None else TranslatedSlidingLayer(layer_idx, window + 1))
+            layers[-1].wait_for(self._hand_off)
+        super().__init__(layers=layers)
+        if target_model is not None:
+            guard(target_model)
 
     @property
     def is_initialized(self) -> bool:
         """True from the start, although the layers are translated later; False once reset."""
-        return all(getattr(layer, "is_initialized", False) or getattr(layer, "is_pending", False) for layer in self.layers)
-
-    def translate(self) -> TranslatedCache:
-        """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
-        self._hand_off.translate_all()
-        return self
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
-        layer = self.layers[layer_idx]
-        if layer_idx == 0:
-            if isinstance(layer, TranslatedLayer) and layer.is_pending:
-                self._check_first_step(key_states.shape[-2], kwargs)
-            else:
-                self._hand_off.check_finite()  # of a pass that ended before its last layer
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
-        for keys, values in states_of(self.translate()):
-            yield keys, values, None
-
-    def _check_first_step(self, new_tokens: int, kwargs: dict[str, Any]) -> None:
-        """Refuse a first step that does not continue where the cache ends, which transformers runs without a word."""
-        length = self._hand_off.length
-        given = kwargs.get("kwargs") or kwargs
-        position_ids = given.get("position_ids") if isinstance(given, dict) else None
-        if isinstance(position_ids, torch.Tensor) and position_ids.ndim == 2:
-            misplaced = bool((position_ids[:, 0] != length).any())
-        else:
-            misplaced = new_tokens == self._prompt_length
-        if misplaced:
-            raise HandOffError(
-                f"The target was given {new_tokens} tokens that do not start at position {length}, where the translated context "
-                "ends, so their positions would be wrong. Pass generate the whole prompt (context included) with its attention mask, "
-                "longer than the translated context: recompute_last=1 at least where the prompt ends with the context. All prompts of a "
-                "batch must have one length: padded ones are not supported."
-            )
-
-
-class TranslatedLayer(DynamicLayer):
-    """One layer of a `TranslatedCache`: pending until first used, a `DynamicLayer` from then on."""
-
-    is_initialized = False
-    _keys: torch.Tensor | None = None
-    _values: torch.Tensor | None = None
-
-    def __init__(self, hand_off: PendingTranslation, layer_idx: int) -> None:
-        self._pending: PendingTranslation | None = hand_off
-        self._layer_idx = layer_idx
+        return all(layer.is_initialized or layer.is_pending for layer in self._translated)
 
     @property
     def is_pending(self) -> bool:
-        """True until the layer is translated."""
-        return self._pending is not None
+        """True until every layer is translated."""
+        return any(layer.is_pending for layer in self._translated)
 
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """`[B, H, T, D]` rotated keys; reading them translates a pending layer."""
-        self._translate()
-        return self._keys
+    def translate(self) -> Self:
+        """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
+        if self.is_pending:
+            self._translate_or_prefill()
+            for layer in self._translated:
+                layer._translate()
+        return self
 
-    @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
-        self._keys = states
+    def extend(
+        self,
+        source_cache: Cache | Iterable[Any],
+        *,
+        input_ids: torch.Tensor | None = None,
+        translator: CacheTranslator | None = None,
+        recompute_last: int = 1,
+    ) -> Self:
+        """Hand over what the source has read since: only the positions behind those that the cache holds are translated.
 
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """`[B, H, T, D]` values; reading them translates a pending layer."""
-        self._translate()
-        return self._values
+        Args:
+            source_cache: of the source, holding every position from 0, of the whole conversation so far.
+            input_ids: `[B, >= T]` of the whole prompt, for the checks that the constructor makes with it.
+            translator: of another source model, where it is one; None for that of the cache.
+            recompute_last: trailing positions of the source cache that are left to the target.
 
-    @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
-        self._values = states
+        Raises:
+            HandOffError: the source cache ends before the translated one does, or the batch is padded.
+        """
+        translator = self._hand_off.translator if translator is None else translator
+        if self._target_model is not None:
+            translator.check(target_model=self._target_model)
+        start = self.get_seq_length()
+        if self._hand_off.context.first_slots is not None:
+            raise HandOffError("A padded batch cannot be extended: hand its rows over one by one, or make a new TranslatedCache.")
+        source = SourceStates(source_cache, translator.source.geometry, translator.readers)
+        context = Context.of(source.batch_size, source.length, recompute_last, None, None)
+        if context.length <= start:
+            raise HandOffError(
+                f"The source cache holds {source.length} positions, of which recompute_last = {recompute_last} are left to the target; "
+                f"the translated cache has {start} already. Let the source read on first."
+            )
+        if self._prompt.batch not in (None, source.batch_size):
+            raise HandOffError(f"The cache was made of {self._prompt.batch} sequences, the source cache holds {source.batch_size}.")
+        self.translate()
+        self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
+        before = self._hand_off
+        self._hand_off = PendingTranslation(
+            source, translator, context, None, before.dtype, start=start, windows=before.windows, devices=before.devices
+        )
+        self._report.left_to_target = source.length - context.length
+        self._report.follow(self._hand_off)
+        for layer in self._translated:
+            layer.wait_for(self._hand_off)
+        return self
 
-    def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
-        """Translate on the first update, to the device, dtype and batch that the layer of the model works in."""
-        if self._pending is None:
-            super().lazy_initialization(key_states, *args)
+    def fork(self) -> Self:
+        """Return a cache that goes on from here by itself; it shares every tensor with this one, and nothing is copied.
+
+        One prefilled context serves many continuations: generating on a fork leaves the cache it came from as it was.
+        """
+        twin = copy.copy(self)
+        twin._hand_off = self._hand_off.fork()
+        twin._report = self._report.fork(twin._hand_off)
+        twin.layers = [layer.fork(twin._hand_off) for layer in self._translated]
+        return twin
+
+    def to_dynamic_cache(self) -> DynamicCache:
+        """Return a plain `DynamicCache` that holds the same tensors, translating what is pending."""
+        plain = DynamicCache()
+        plain.layers = [layer.plain() for layer in self.translate()._translated]
+        plain.layer_class_to_replicate = None
+        return plain
+
+    def to_static_cache(self, max_cache_len: int) -> StaticCache:
+        """Return a `StaticCache` of the target, filled with the translated context, for compiled decoding.
+
+        Args:
+            max_cache_len: tokens that it has room for, those of the context included.
+
+        Raises:
+            HandOffError: without a target model, or with less room than the context takes.
+        """
+        length = self.get_seq_length()
+        if self._target_model is None or max_cache_len < length:
+            raise HandOffError(f"to_static_cache needs target_model= in the constructor, and max_cache_len of at least {length}.")
+        static = StaticCache(config=self._target_model.config.get_text_config(decoder=True), max_cache_len=max_cache_len)
+        for layer_idx, (keys, values) in enumerate(states_of(self.translate())):
+            if keys.shape[2] < length:  # what left the window: never attended to, but counted
+                gone = keys.new_zeros((*keys.shape[:2], length - keys.shape[2], keys.shape[3]))
+                keys, values = torch.cat((gone, keys), dim=2), torch.cat((gone, values), dim=2)
+            static.update(keys, values, layer_idx)
+        return static
+
+    def report(self) -> HandOffReport:
+        """Tell what was native, translated, left to the target or fallen back, and how long each took."""
+        return self._report
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
+        """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
+        if layer_idx == 0:
+            if self._translated[0].is_pending:
+                given = kwargs.get("kwargs") or kwargs
+                position_ids = given.get("position_ids") if isinstance(given, dict) else None
+                self._prompt.check_positions(self._hand_off.context, key_states.shape[-2], None, position_ids)
+            else:
+                self._hand_off.check_states()  # of a pass that ended before its last layer
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` positions, see `Cache.crop`; a pending cache never translates them."""
+        if tokens_to_remove < 0 and self._hand_off.untouched and -tokens_to_remove <= self._hand_off.length - self._hand_off.start:
+            self._hand_off.shorten(-tokens_to_remove)
+            for layer in self._translated:
+                if isinstance(layer, TranslatedSlidingLayer):
+                    layer.cumulative_length = self._hand_off.length
         else:
-            self._translate(key_states)
+            super().crop(tokens_to_remove)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Append new states. The first ones are written behind the translated context, which was built with room for them."""
-        if self._pending is None:
-            return super().update(key_states, value_states, *args, **kwargs)
-        start, new = self._pending.length, key_states.shape[2]
-        keys, values = self._pending.take(self._layer_idx, key_states)
-        if keys.shape[2] != start + new or torch.is_grad_enabled():
-            self._settle(keys[:, :, :start], values[:, :, :start])
-            return super().update(key_states, value_states, *args, **kwargs)
-        try:
-            keys.narrow(2, start, new).copy_(key_states)
-            values.narrow(2, start, new).copy_(value_states)
-        except RuntimeError:
-            self._settle(keys[:, :, :start], values[:, :, :start])
-            raise
-        self._settle(keys, values)
-        return keys, values
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._prompt = Prompt()
 
-    def get_seq_length(self) -> int:
-        return super().get_seq_length() if self._pending is None else self._pending.length
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._prompt = Prompt()
 
-    def crop(self, *args: Any, **kwargs: Any) -> None:
-        self._translate()
-        super().crop(*args, **kwargs)
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._prompt = Prompt()
 
     def reset(self) -> None:
-        """Empty the layer; a pending translation is dropped."""
-        if self._pending is not None:
-            self._pending.drop(self._layer_idx)
-        self._pending = self._keys = self._values = None
-        self.is_initialized = False
+        super().reset()
+        self._prompt = Prompt()
 
-    def _translate(self, like: torch.Tensor | None = None) -> None:
-        if self._pending is not None:
-            length = self._pending.length
-            keys, values = self._pending.take(self._layer_idx, like)
-            self._settle(keys[:, :, :length], values[:, :, :length])
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+        for layer in self.translate()._translated:
+            yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
-    def _settle(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self._keys, self._values, self._pending = keys, values, None
-        self.device, self.is_initialized = keys.device, True
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin._hand_off = copy.deepcopy(self._hand_off, memo)
+        twin._report = self._report.fork(twin._hand_off)
+        twin.layers = copy.deepcopy(self.layers, memo)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a plain `DynamicCache` of the translated states: models, maps and sources stay behind."""
+        return _unpickled, (self.to_dynamic_cache(),)
+
+    def unread(self, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
+        """How many of the last tokens of a prompt the target has to read; see `hf_crosscache.guard`."""
+        return self._prompt.unread(self.get_seq_length(), input_ids, new_tokens, attention_mask)
+
+    def check_step(
+        self,
+        new_tokens: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        use_cache: bool | None,
+    ) -> None:
+        """Refuse a forward pass of the target that would read the cache wrongly; see `hf_crosscache.guard`."""
+        length = self.get_seq_length()
+        if length and use_cache is False:
+            raise HandOffError("use_cache=False, although a filled cache was passed: leave it out, or the cache.")
+        if attention_mask is not None and attention_mask.shape[1] != length + new_tokens:
+            raise HandOffError(
+                f"The cache holds {length} positions and the target was given {new_tokens} tokens, but an attention mask of "
+                f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
+                "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
+            )
+        if self._translated[0].is_pending:
+            if attention_mask is None and position_ids is None and self._hand_off.context.first_slots is not None:
+                raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
+            self._prompt.check_positions(self._hand_off.context, new_tokens, input_ids, position_ids)
+            if self._on_error == "prefill":
+                self._translate_or_prefill()
+
+    @property
+    def _translated(self) -> list[Any]:
+        return self.layers
+
+    def _translate_or_prefill(self) -> None:
+        try:
+            self._hand_off.translate_all()
+        except HandOffError as error:
+            if self._on_error == "raise" or not self._hand_off.failed:
+                raise
+            self._prefill(str(error))
+
+    @torch.no_grad()
+    def _prefill(self, reason: str) -> None:
+        """Let the target read itself what was to be translated."""
+        model, hand_off = self._target_model, self._hand_off
+        if model is None or self._prompt.input_ids is None:
+            raise HandOffError(f"{reason} The target cannot read the context itself without target_model= and input_ids=.")
+        warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
+        for layer in self._translated:
+            layer.abandon()
+        inputs = self._prompt.inputs(hand_off.start, hand_off.context, model.device)
+        with self._report.native_work.on(model.device):
+            decoder_of(model)(**inputs, use_cache=True, **cache_argument(self))
+        self._report.fall_back(hand_off, reason)
 
 
-def _check_ids(input_ids: torch.Tensor | None, source: SourceStates, target_model: PreTrainedModel | None) -> None:
-    if input_ids is None:
-        return
-    if input_ids.ndim != 2 or input_ids.shape[0] != source.batch_size or input_ids.shape[1] < source.length:
-        raise HandOffError(
-            f"input_ids of shape [{source.batch_size}, at least {source.length}] expected, since the source cache holds that context; "
-            f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
-        )
-    if target_model is None:
-        return
-    pad = target_model.config.get_text_config(decoder=True).pad_token_id
-    starts_with_padding = (input_ids[:, 0] == pad) if pad is not None else torch.tensor([False])
-    if starts_with_padding.any() and not starts_with_padding.all():
-        raise HandOffError(
-            f"Some prompts of the batch begin with the padding token {pad}: padded batches are not supported, since each row would need "
-            "positions of its own. Hand over prompts of one length together, or one by one."
-        )
+def _unpickled(cache: DynamicCache) -> DynamicCache:
+    return cache
 
 
-def _sinks(
-    translator: CacheTranslator,
-    source: SourceStates,
-    target_model: PreTrainedModel | None,
-    input_ids: torch.Tensor | None,
-    sink_tokens: int | None,
-    length: int,
-) -> NativeStates | None:
-    """The target's own states of the first positions, or None where there are none."""
-    wanted = min(translator.sink_tokens if sink_tokens is None else sink_tokens, length)
-    if wanted <= 0:
+def _windows(translator: CacheTranslator) -> tuple[int | None, ...] | None:
+    """How many positions each target layer keeps of a context, None where none slides."""
+    layers = translator.target.geometry.layers
+    if all(layer.sliding_window is None for layer in layers):
         return None
-    if target_model is not None and input_ids is not None:
-        cache, _ = prefill(target_model, input_ids[:, :wanted].to(target_model.device))
-        return NativeStates(*map(tuple, zip(*states_of(cache), strict=True)))
-    opening = translator.opening
-    mend = "Pass target_model= and input_ids=, so that the target reads them itself."
-    if opening is None:
-        raise HandOffError(f"The first {wanted} positions are never translated, and the translator carries no states for them. {mend}")
-    if wanted > len(opening.token_ids):
-        raise HandOffError(
-            f"The first {wanted} positions are never translated; the translator carries states for {len(opening.token_ids)}. {mend}"
+    return tuple(None if layer.sliding_window is None else layer.sliding_window - 1 for layer in layers)
+
+
+def _warn_of_quality(translator: CacheTranslator, least: float) -> None:
+    kept = translator.context_recovered
+    if kept is not None and kept < least:
+        warnings.warn(
+            f"The translator from {translator.source.name!r} to {translator.target.name!r} kept {kept:.2f} of the context of held-out "
+            f"documents, less than min_context_recovered = {least}. Fit it on more text, leave more to the target (recompute_last=), or "
+            "prefill.",
+            HandOffWarning,
+            stacklevel=3,
         )
-    if input_ids is not None and any(tuple(row) != opening.token_ids[:wanted] for row in input_ids[:, :wanted].tolist()):
-        raise HandOffError(
-            f"The context does not begin with the tokens {list(opening.token_ids[:wanted])} that the translator has states for. {mend}"
-        )
-    if input_ids is None:
-        raise HandOffError(f"Whether the context begins as the translator's calibration did cannot be seen without input_ids. {mend}")
-    return opening.states(wanted)

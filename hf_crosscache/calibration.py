@@ -16,6 +16,7 @@ from .errors import CalibrationError, IdentityError
 from .fitter import Split, Support, TranslatorFitter
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
+from .rope import to_half_split
 from .states import LayerStates, PairedStates
 from .texts import enough, read_documents, token_windows
 from .translator import CacheTranslator, Opening, all_layers
@@ -125,8 +126,12 @@ class Calibration:
 
 
 def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None) -> LayerStates:
-    """Read a cache that starts at position 0, but for its first positions: keys and values as cached, each `[B, H, T - skip, D]`."""
+    """Read a cache that starts at position 0, but for its first positions: keys and values as cached, each `[B, H, T - skip, D]`.
+
+    Keys of interleaved layers come in half-split order, in which the fit and its maps see those of every model.
+    """
     keys, values = ([states[:, :, skip:].to(device) for states in side] for side in zip(*states_of(cache), strict=True))
+    keys = [to_half_split(k, table.rotary_dim) if table.interleaved else k for k, table in zip(keys, geometry.rotary, strict=True)]
     position_ids = torch.arange(skip, cache.get_seq_length(), dtype=torch.int32, device=keys[0].device)[None]
     return LayerStates(keys, values, geometry.rotary, position_ids)
 
@@ -179,6 +184,7 @@ def fit_translator(
         sink_tokens=calibration.sink_tokens,
         opening=calibration.opening(),
         r2={role: torch.cat([maps.r2[role] for maps in fitted]) for role in ("keys", "values")},
+        reach={role: torch.cat([maps.reach[role] for maps in fitted]) for role in ("keys", "values")},
         summary={
             "support": support,
             "k": k,

@@ -133,9 +133,8 @@ def _print_info(folder: Path) -> None:
     print(f"fitted on {summary['tokens']:,} tokens of {summary['documents']} documents in {summary['fit_seconds']} s")
     print("held-out R2: " + ", ".join(f"{role} {r2.mean():.3f}" for role, r2 in translator.r2.items()))
     print(f"size: {artefact.size_mb(folder):.1f} MB")
-    for arm in summary.get("evaluation", {}).get("arms", []):
-        if arm["arm"] == "translated":
-            print(f"context recovered on held-out documents: {arm['context_recovered']:.3f} (n = {arm['n']})")
+    if translator.context_recovered is not None:
+        print(f"context recovered on held-out documents: {translator.context_recovered:.3f}")
 
 
 def _load(

@@ -25,5 +25,9 @@ class HandOffError(CrossCacheError):
     """A translated cache cannot be built, or used, as asked."""
 
 
+class HandOffWarning(UserWarning):
+    """A hand-off goes on, but not as it should: a translator that keeps little, or states that the target had to read itself."""
+
+
 class ArtefactError(CrossCacheError):
     """A saved translator is missing, incomplete or damaged."""

@@ -24,11 +24,12 @@ _CHUNK_ELEMENTS = 1 << 28  # elements of the Gram matrices that are solved at on
 
 @dataclass(frozen=True)
 class FittedMaps:
-    """What a fit yields for some target layers: the maps, and held-out R2 `[layers, heads]`, of each role."""
+    """What a fit yields for some target layers: the maps, held-out R2 `[layers, heads]` and reach `[layers]`, of each role."""
 
     keys: tuple[LayerMap, ...]
     values: tuple[LayerMap, ...]
     r2: dict[str, torch.Tensor]
+    reach: dict[str, torch.Tensor]
     alpha: dict[str, float]
 
 
@@ -117,6 +118,7 @@ class TranslatorFitter:
             keys=solved["keys"].maps,
             values=solved["values"].maps,
             r2={name: role.r2 for name, role in solved.items()},
+            reach={name: role.reach for name, role in solved.items()},
             alpha={name: role.alpha for name, role in solved.items()},
         )
 
@@ -142,6 +144,7 @@ class TranslatorFitter:
 class _SolvedRole:
     maps: tuple[LayerMap, ...]
     r2: torch.Tensor
+    reach: torch.Tensor
     alpha: float
 
 
@@ -263,12 +266,14 @@ class _RoleFitter:
         self._moments.clear()
         alpha = self._select_alpha(pairs)
         solutions = [ridge.solve(fit_chunk, alpha) for fit_chunk, _ in pairs]
+        mean_square = fit.mean_y.square() + fit.variance_y
         head_dim = self.plan.target.layers[0].head_dim
         scores = [ridge.r2(s, v, head_dim) for s, (_, v) in zip(solutions, pairs, strict=True)]
         heads = self.plan.target.layers[0].num_key_value_heads
         return _SolvedRole(
             maps=self._layer_maps(solutions, torch.cat(chosen)),
             r2=torch.cat([s.flatten() for s in scores]).view(-1, heads).float().cpu(),
+            reach=mean_square.reshape(len(self.plan.target_layers), -1).amax(1).sqrt().float().cpu(),
             alpha=alpha,
         )
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from .compat import decoder_of, prefill, states_of
+from .compat import prefill, states_of
 from .errors import GeometryError, UnsupportedModelError
-from .rope import RotaryTable, strip_rope
+from .rope import RotaryTable, strip_rope, to_half_split
+from .rotary import rotary_tables
 
 _ATTENTION_OF_LAYER = {"DynamicLayer": "full_attention", "DynamicSlidingWindowLayer": "sliding_attention"}
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_SLIDE_OTHERWISE = ("chunked_attention",)  # cached like a sliding window, seen by other tokens than those in one
+_SUPPORTED = "which is not supported; layers that cache their own keys and values for full or sliding-window attention are."
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class LayerGeometry:
     """Shape of one layer's cache: keys and values are `[B, num_key_value_heads, T, head_dim]`.
 
     sliding_window: tokens that the layer attends to, None for full attention.
-    rotary_dim: leading dimensions of each key head that RoPE turns.
+    rotary_dim: leading dimensions of each key head that RoPE turns; a layer without RoPE has that of the others.
     """
 
     num_key_value_heads: int
@@ -50,7 +51,7 @@ class CacheGeometry:
         config = model.config.get_text_config(decoder=True)
         name = _name_of(model)
         layers = _attention_layers(config, name)
-        tables = _rotary_tables(model, config, len(layers), name)
+        tables = rotary_tables(model, config, [attention for attention, _ in layers], name)
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
@@ -79,7 +80,7 @@ class CacheGeometry:
                 fields = [k for k, v in asdict(mine).items() if v != asdict(theirs)[k]]
                 return f"layer {layer_idx}: " + ", ".join(f"{k} {getattr(mine, k)} expected, {getattr(theirs, k)} found" for k in fields)
             if not self.rotary[layer_idx].same_as(other.rotary[layer_idx]):
-                return f"layer {layer_idx}: the rotary frequencies or their scaling differ"
+                return f"layer {layer_idx}: the rotary frequencies, their scaling or the order of the pairs differ"
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,13 +96,21 @@ class CacheGeometry:
             "model_type": self.model_type,
             "layers": [asdict(layer) for layer in self.layers],
             "rotary_of_layer": of_layer,
-            "rotary": [{"inv_freq": table.inv_freq.tolist(), "attention_scaling": table.attention_scaling} for table in tables],
+            "rotary": [
+                {"inv_freq": table.inv_freq.tolist(), "attention_scaling": table.attention_scaling, "interleaved": table.interleaved}
+                for table in tables
+            ],
         }
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> CacheGeometry:
         tables = [
-            RotaryTable(torch.tensor(table["inv_freq"], dtype=torch.float32), table["attention_scaling"]) for table in config["rotary"]
+            RotaryTable(
+                torch.tensor(table["inv_freq"], dtype=torch.float32),
+                table["attention_scaling"],
+                table.get("interleaved", False),  # which earlier releases did not write
+            )
+            for table in config["rotary"]
         ]
         return cls(
             model_type=config["model_type"],
@@ -116,7 +125,7 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
 
     A token alone in its context attends to itself whatever its position, so every layer sees the same hidden state at position p as
     at position 0: its stripped keys, and its values, must agree. Partial, interleaved, missing or length-dependent rotations that
-    the tables do not describe show up here, layer by layer.
+    the tables do not describe show up here, layer by layer, as do weights multiplied into keys after they were turned.
 
     Raises:
         UnsupportedModelError: naming the model, the layer and the size of the disagreement.
@@ -138,6 +147,8 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
                     f"{_name_of(model)}, layer {layer_idx}: the config promises keys and values of shape {shape}, the model caches "
                     f"{tuple(keys.shape)} and {tuple(values.shape)}. Models with other cache layouts are not supported."
                 )
+            if table.interleaved:
+                keys_at_zero, keys = (to_half_split(states, table.rotary_dim) for states in (keys_at_zero, keys))
             rotate_back = table.cos_sin(moved_to.to(keys.device), keys.dtype)
             stay = table.cos_sin(at_zero.to(keys.device), keys.dtype)
             for role, want, got in (
@@ -154,56 +165,38 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
 
 
 def _attention_layers(config: PreTrainedConfig, name: str) -> list[tuple[str, int | None]]:
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModelError(f"{name}: caches a latent (multi-head latent attention), which is not supported.")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise UnsupportedModelError(f"{name}: some layers share the cache of others, which is not supported.")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name}: an encoder-decoder model; only decoder-only models are supported.")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModelError(f"{name}, layer 0: caches a latent (multi-head latent attention), {_SUPPORTED}")
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    if shared:
+        first = config.num_hidden_layers - shared
+        raise UnsupportedModelError(f"{name}, layer {first}: shares the cache of an earlier layer, {_SUPPORTED}")
+    if getattr(config, "is_heterogeneous", False):
+        raise UnsupportedModelError(f"{name}: its config gives layers shapes of their own (Gemma 4 and its kin), which is not supported.")
     found = []
-    for layer_idx, layer in enumerate(DynamicCache(config=config).layers):
-        kind = type(layer).__name__
-        if kind not in _ATTENTION_OF_LAYER:
+    layers = DynamicCache(config=config).layers
+    kinds = _layer_types(config, len(layers))
+    for layer_idx, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
+        cached_as = type(layer).__name__
+        if cached_as not in _ATTENTION_OF_LAYER or kind in _SLIDE_OTHERWISE:
             raise UnsupportedModelError(
-                f"{name}, layer {layer_idx}: a cache layer of type {kind} is not supported; layers of full or sliding-window attention are."
+                f"{name}, layer {layer_idx}: a layer of {kind or 'another kind'} (cached as {cached_as}), {_SUPPORTED}"
             )
-        found.append((_ATTENTION_OF_LAYER[kind], getattr(layer, "sliding_window", None)))
+        found.append((_ATTENTION_OF_LAYER[cached_as], getattr(layer, "sliding_window", None)))
     if len(found) != config.num_hidden_layers:
         raise UnsupportedModelError(f"{name}: {config.num_hidden_layers} layers, but a cache of {len(found)}.")
     return found
 
 
-def _rotary_tables(model: PreTrainedModel, config: PreTrainedConfig, num_layers: int, name: str) -> tuple[RotaryTable, ...]:
-    rotary: Any = getattr(decoder_of(model), "rotary_emb", None)
-    if rotary is None:
-        raise UnsupportedModelError(f"{name}: no rotary embedding found; learned and ALiBi positions are not supported.")
-    per_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
-    layer_types = config.layer_types if per_layer_type else [""] * num_layers
-    tables = {layer_type: _rotary_table(model, rotary, layer_type, name) for layer_type in set(layer_types)}
-    return tuple(tables[layer_type] for layer_type in layer_types)
-
-
-def _rotary_table(model: PreTrainedModel, rotary: Any, layer_type: str, name: str) -> RotaryTable:
-    prefix = f"{layer_type}_" if layer_type else ""
-    rope_type = rotary.rope_type
-    if isinstance(rope_type, dict):
-        rope_type = rope_type[layer_type]
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise UnsupportedModelError(
-            f"{name}: rotary embedding of type {rope_type!r} changes its frequencies with the length of the context, "
-            "which is not supported."
-        )
-    inv_freq = getattr(rotary, f"{prefix}inv_freq").detach().float().cpu()
-    table = RotaryTable(inv_freq, float(getattr(rotary, f"{prefix}attention_scaling")))
-    positions = torch.tensor([[0, 1, 2, 17, 1023]], device=model.device)
-    like = torch.empty(1, dtype=model.dtype, device=model.device)
-    cos, sin = rotary(like, positions, layer_type) if layer_type else rotary(like, positions)
-    mine = table.cos_sin(positions, model.dtype)
-    half = inv_freq.numel()
-    for theirs, ours in zip((cos, sin), mine, strict=True):
-        if not torch.allclose(theirs[..., :half].float(), ours, atol=1e-2 if model.dtype != torch.float32 else 1e-4):
-            raise UnsupportedModelError(f"{name}: its rotary module does not follow its own frequencies; not supported.")
-    return table
+def _layer_types(config: PreTrainedConfig, num_layers: int) -> list[str]:
+    """What the config calls its layers; where it names none, transformers reads chunks off the config as this does."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return list(layer_types)
+    chunked = getattr(config, "sliding_window", None) is None and getattr(config, "attention_chunk_size", None) is not None
+    return ["chunked_attention" if chunked else ""] * num_layers
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -3,6 +3,9 @@
 A cached key is `k_rot = R(p) k`, where `R(p)` turns the pair `(k[j], k[j + R/2])` by the angle `p * inv_freq[j]` and scales it by the
 model's attention scaling. A translator maps *pre-RoPE* keys, so the rotation of the source comes off first and that of the target goes
 on last. The two must not be folded into one rotation by the difference of the angles: `R_t W R_s^-1` is such a rotation only for W = 1.
+
+Some models turn the neighbours `(k[2j], k[2j + 1])` instead. Keys are reordered as they leave such a model's cache (`to_half_split`) and
+as they enter it (`to_interleaved`); in between, pre-RoPE keys of every model are in half-split order.
 """
 
 from __future__ import annotations
@@ -18,11 +21,14 @@ class RotaryTable:
     """Rotary frequencies of one kind of layer, as read from a model's own rotary module.
 
     inv_freq: `[R/2]` float32, radians per position; R is the number of rotated dimensions, the first R of a head.
+        All zeros for a layer without RoPE.
     attention_scaling: factor that the model multiplies into cos and sin (YaRN and its kin; 1 elsewhere).
+    interleaved: the model turns pairs of neighbours `(2j, 2j + 1)` instead of `(j, j + R/2)`.
     """
 
     inv_freq: torch.Tensor
     attention_scaling: float
+    interleaved: bool = False
 
     @property
     def rotary_dim(self) -> int:
@@ -48,6 +54,7 @@ class RotaryTable:
             self.inv_freq.shape == other.inv_freq.shape
             and torch.allclose(self.inv_freq.cpu(), other.inv_freq.cpu(), rtol=1e-6, atol=0)
             and abs(self.attention_scaling - other.attention_scaling) < 1e-6
+            and self.interleaved == other.interleaved
         )
 
 
@@ -101,7 +108,7 @@ def strip_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     The division removes the attention scaling, and with it the rounding that leaves cos and sin of a bf16 model off the unit circle.
 
     Args:
-        key_states: `[B, H, T, D]` keys as cached, any floating dtype.
+        key_states: `[B, H, T, D]` keys as cached, any floating dtype; of an interleaved model, after `to_half_split`.
         cos, sin: `[B, T, R/2]` float32 with R <= D, from `RotaryTable.cos_sin` at the positions of the keys.
 
     Returns:
@@ -122,9 +129,30 @@ def apply_rope(key_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
         cos, sin: `[B, T, R/2]` float32 with R <= D, from `RotaryTable.cos_sin` at the positions to rotate to.
 
     Returns:
-        Keys `[B, H, T, D]` in float32, ready for one cast to the cache's dtype.
+        Keys `[B, H, T, D]` in float32, ready for one cast to the cache's dtype; for an interleaved model, before `to_interleaved`.
     """
     return _turn(key_states.float(), cos[:, None], sin[:, None])
+
+
+def to_half_split(key_states: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """Reorder keys of an interleaved model, `(x0, y0, x1, y1, ..)`, to halves, `(x0, x1, .., y0, y1, ..)`.
+
+    Args:
+        key_states: `[..., D]`, any dtype.
+        rotary_dim: leading dimensions to reorder; the rest stays as it is.
+
+    Returns:
+        A new tensor `[..., D]`.
+    """
+    turned, rest = key_states[..., :rotary_dim], key_states[..., rotary_dim:]
+    return torch.cat((turned[..., 0::2], turned[..., 1::2], rest), dim=-1)
+
+
+def to_interleaved(key_states: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """Reorder keys in halves to the neighbours of an interleaved model: the inverse of `to_half_split`."""
+    half = rotary_dim // 2
+    first, second, rest = key_states[..., :half], key_states[..., half:rotary_dim], key_states[..., rotary_dim:]
+    return torch.cat((torch.stack((first, second), dim=-1).flatten(-2), rest), dim=-1)
 
 
 def _turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope
 class LayerStates:
     """What one model caches for some rows, layer by layer, each `[B, H, T, D]`.
 
+    keys: in half-split order, whatever the order of the model's own.
     rotary: the tables that turned the keys, at position_ids (int32 `[B or 1, T]`); None where the keys come without RoPE.
     """
 

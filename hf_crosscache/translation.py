@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from . import ops
+from .compat import uncompiled
+from .context import Context
 from .errors import GeometryError, HandOffError
 from .source import SourceStates
 from .translator import CacheTranslator, NativeStates
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
-
-
-def _uncompiled(function: _Function) -> _Function:
-    """What a compiled model calls as it is: a hand-off happens once, and what it holds changes as it goes."""
-    return torch.compiler.disable(function)  # type: ignore[return-value]
+_WILD = 100.0  # times the largest root mean square that a dimension of the layer had in the fit
+_SAMPLED = 64  # positions at which the size of translated states is looked at
 
 
 class PendingTranslation:
@@ -27,29 +27,76 @@ class PendingTranslation:
     Args:
         source: the source's states of the context.
         translator: fitted for the two models.
-        sinks: the target's own states of the first positions, None where there are none.
-        length: positions to hand over.
+        context: the slots to fill.
+        sinks: the target's own states of each row's first tokens, None where there are none.
         dtype: of the states to build, where a layer does not say.
+        start: slots that the target's layers hold already: only those behind are built.
+        windows: of each target layer, how many trailing slots it keeps; None for all.
+        devices: of each target layer, where it works; None for that of the source, or of the states that the layer is about to append.
     """
 
     def __init__(
-        self, source: SourceStates, translator: CacheTranslator, sinks: NativeStates | None, length: int, dtype: torch.dtype
+        self,
+        source: SourceStates,
+        translator: CacheTranslator,
+        context: Context,
+        sinks: NativeStates | None,
+        dtype: torch.dtype,
+        *,
+        start: int = 0,
+        windows: tuple[int | None, ...] | None = None,
+        devices: tuple[torch.device, ...] | None = None,
     ) -> None:
-        self.source, self.translator, self.sinks, self.length, self.dtype = source, translator, sinks, length, dtype
-        self.first = 0 if sinks is None else sinks.length
+        self.source, self.translator, self.context, self.sinks, self.dtype = source, translator, context, sinks, dtype
+        self.start, self.windows, self.devices = start, windows, devices
+        also = tuple(zip(windows or (None,) * len(translator.keys), devices or (None,) * len(translator.keys), strict=True))
+        self.runs = translator.runs_of(also) if windows or devices else translator.runs
+        self.work = Stopwatch()
+        self.translated_layers = 0
         self._pending = set(range(len(translator.target.geometry)))
-        self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, length or more, D]`
+        self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
+    @property
+    def length(self) -> int:
+        """Slots of the target's cache up to the end of the context."""
+        return self.context.length
+
+    @property
+    def failed(self) -> bool:
+        """True once states were found that must not be used."""
+        return self._failure is not None
+
+    @property
+    def untouched(self) -> bool:
+        """True until a layer is translated or dropped."""
+        return len(self._pending) == len(self.translator.keys)
+
+    def kept(self, layer_idx: int) -> int:
+        """How many trailing slots of the context a layer takes from here."""
+        return self.length - self._begin(layer_idx)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PendingTranslation:
         """Share what is only read; translated layers that wait for their taker are copied, since a taker may write behind them."""
-        twin = object.__new__(PendingTranslation)
-        twin.__dict__ = {**self.__dict__, "_pending": set(self._pending)}
-        twin._unchecked = list(self._unchecked)
-        twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in self._ready.items()}
+        twin = self.fork()
+        twin._ready = {layer: (keys.clone(), values.clone()) for layer, (keys, values) in twin._ready.items()}
         memo[id(self)] = twin
         return twin
+
+    def fork(self) -> PendingTranslation:
+        """Return a hand-off of its own state that shares every tensor; what waits for its taker comes without room behind."""
+        twin = object.__new__(PendingTranslation)
+        twin.__dict__ = {**self.__dict__, "_pending": set(self._pending), "_unchecked": list(self._unchecked), "work": Stopwatch()}
+        twin._ready = {}
+        for layer, (keys, values) in self._ready.items():
+            kept = self.kept(layer)
+            twin._ready[layer] = keys[:, :, :kept], values[:, :, :kept]
+        return twin
+
+    def shorten(self, tokens: int) -> None:
+        """Hand over so many slots less; only before anything is translated."""
+        self.context = self.context.shortened(min(tokens, self.length - self.start))
 
     def drop(self, layer_idx: int) -> None:
         """Forget a layer that is not wanted any more."""
@@ -58,17 +105,17 @@ class PendingTranslation:
             self._pending.discard(layer_idx)
             self.source = self.source.without((layer_idx,))
 
-    @_uncompiled
+    @uncompiled
     def translate_all(self) -> None:
-        """Translate every pending layer, in as few launches as there are shapes of layers."""
-        for run in self.translator.runs:
+        """Translate every pending layer, in as few launches as there are kinds of layers."""
+        for run in self.runs:
             while left := self._pending.intersection(run):
-                self._translate(self._group(min(left), len(run)), self.dtype, 0)
-        self.check_finite()
+                self._translate(self._group(run, min(left), len(run)), self.dtype, 0, self._device_of(run.start))
+        self.check_states()
 
-    @_uncompiled
+    @uncompiled
     def take(self, layer_idx: int, like: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand out keys and values `[B, H, length or more, D]` of a target layer, translating it, and its neighbours, if need be.
+        """Hand out keys and values `[B, H, kept or more, D]` of a target layer, translating it, and its neighbours, if need be.
 
         Args:
             like: `[B', H, q, D]` states that the layer is about to append: says the device, dtype and batch to build for, B' a
@@ -79,56 +126,98 @@ class PendingTranslation:
         if like is not None:
             self._check(layer_idx, like)
         if layer_idx not in self._ready:
-            dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2])
-            self._translate(self._group(layer_idx, self._at_once(layer_idx, dtype)), dtype, room)
+            dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2] if self.start == 0 else 0)
+            device = self._device_of(layer_idx) if like is None else like.device
+            run = next(run for run in self.runs if layer_idx in run)
+            self._translate(self._group(run, layer_idx, self._at_once(layer_idx, dtype, device)), dtype, room, device)
         if self._unchecked and (like is None or layer_idx == self._unchecked[-1][0][-1]):
-            self.check_finite()
+            self.check_states()
         keys, values = self._ready.pop(layer_idx)
         if like is not None and (keys.dtype != like.dtype or keys.device != like.device):
+            kept = self.kept(layer_idx)
             keys, values = keys.to(like), values.to(like)
             for role, states in enumerate((keys, values)):
-                if not states[:, :, : self.length].isfinite().all():
-                    raise self._not_finite(layer_idx, role)
+                if not states[:, :, :kept].isfinite().all():
+                    raise self._wrong(layer_idx, role, 1)
         if like is not None and like.shape[0] != self.source.batch_size:
             repeats = like.shape[0] // self.source.batch_size
             keys, values = keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0)
         return keys, values
 
-    def _at_once(self, layer_idx: int, dtype: torch.dtype) -> int:
-        if ops.backend_for(self.source.device) != "triton":
+    def _begin(self, layer_idx: int) -> int:
+        """The first slot that a layer takes."""
+        window = None if self.windows is None else self.windows[layer_idx]
+        return self.start if window is None else max(self.start, self.length - window)
+
+    def _device_of(self, layer_idx: int) -> torch.device:
+        return self.source.device if self.devices is None else self.devices[layer_idx]
+
+    def _at_once(self, layer_idx: int, dtype: torch.dtype, device: torch.device) -> int:
+        if ops.backend_for(device) != "triton":
             return 1
         shape = self.translator.target.geometry.layers[layer_idx]
-        layer_bytes = 2 * self.source.batch_size * shape.num_key_value_heads * self.length * shape.head_dim * dtype.itemsize
-        return max(1, _GROUP_BYTES // layer_bytes)
+        layer_bytes = 2 * self.source.batch_size * shape.num_key_value_heads * self.kept(layer_idx) * shape.head_dim * dtype.itemsize
+        return max(1, _GROUP_BYTES // max(layer_bytes, 1))
 
-    def _group(self, first: int, at_once: int) -> range:
-        """The pending layers of one shape from `first` on, at most so many."""
-        run = next(run for run in self.translator.runs if first in run)
+    def _group(self, run: range, first: int, at_once: int) -> range:
+        """The pending layers of one run from `first` on, at most so many."""
         last = min(run.stop, first + at_once)
         taken = set(range(first + 1, last)).difference(self._pending)
         return range(first, min(taken, default=last))
 
     @torch.no_grad()
-    def _translate(self, layers: range, dtype: torch.dtype, room: int) -> None:
-        self.check_finite()
-        shape = self.translator.target.geometry.layers[layers.start]
-        batch, device = self.source.batch_size, self.source.device
-        size = (2, len(layers), batch, shape.num_key_value_heads, self.length + room, shape.head_dim)
-        states, flags = torch.empty(size, dtype=dtype, device=device), None
-        if self.sinks is not None:
-            states[:, :, :, :, : self.first] = self.sinks.stacked(layers, dtype, device)
-        if self.first < self.length:
-            position_ids = self.translator.position_ids(self.length, device)[:, self.first :]
-            keys, values = states[:, :, :, :, self.first : self.length]
-            flags = self.translator.translate(layers, self.source, position_ids, position_ids, self.length, keys, values, self.first)
-        rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
+    def _translate(self, layers: range, dtype: torch.dtype, room: int, device: torch.device) -> None:
+        self.check_states()
+        with self.work.on(device):
+            shape = self.translator.target.geometry.layers[layers.start]
+            start, end = self._begin(layers.start), self.length
+            size = (2, len(layers), self.source.batch_size, shape.num_key_value_heads, end - start + room, shape.head_dim)
+            states, flags = torch.empty(size, dtype=dtype, device=device), None
+            context = self.context.on(device)
+            native = 0 if self.sinks is None or context.first_slots is not None else min(self.sinks.length, end)
+            begin = max(start, native)
+            if begin < end:
+                flags = self._map(layers, context, begin, states[:, :, :, :, begin - start : end - start], device)
+            if self.sinks is not None:
+                _place(self.sinks.stacked(layers, dtype, device), states[:, :, :, :, : end - start], start, context.first_slots)
+            rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
         if flags is not None:
             self._unchecked.append((layers, flags))
             if _reads_flags_at_once(device):
-                self.check_finite()
+                self.check_states()
         self.source = rest
+        self.translated_layers += len(layers)
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
+
+    def _map(self, layers: range, context: Context, begin: int, out: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Translate the slots from `begin` on into `out` `[2, N, B, H, T, D]`; return the flags of its states, `[N, 2]`."""
+        read: set[int] = set()
+        for layer_idx in layers:
+            read |= self.translator.source_layers(layer_idx)
+        source = {layer: self.source.on(layer, device) for layer in read}
+        row = begin
+        if context.source_rows is not None:
+            slots = context.source_rows[:, None, begin:, None]
+            source = {layer: (_gathered(keys, slots), _gathered(values, slots)) for layer, (keys, values) in source.items()}
+            row = 0
+        if context.position_ids is None:
+            position_ids = self.translator.position_ids(self.length, device)[:, begin:]
+        else:
+            position_ids = context.position_ids[:, begin:]
+        among = next(run for run in self.runs if layers.start in run)
+        flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
+        return self._flag_wild(layers, out, flags)
+
+    def _flag_wild(self, layers: range, out: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        """Add 2 to the flags of states that are far beyond what the fit saw of the target's own, at some positions."""
+        reach = self.translator.reach
+        if len(reach) < 2:
+            return flags
+        limit = _WILD * torch.stack([reach[role][layers.start : layers.stop] for role in ("keys", "values")])
+        sampled = out[:, :, :, :, :: max(1, out.shape[4] // _SAMPLED)]
+        beyond = sampled.abs().amax((2, 3, 4, 5)).float() > limit.to(out.device, non_blocking=True)
+        return flags + 2 * beyond.T.to(flags.dtype)
 
     def _check(self, layer_idx: int, like: torch.Tensor) -> None:
         shape = self.translator.target.geometry.layers[layer_idx]
@@ -143,7 +232,7 @@ class PendingTranslation:
                 "the same number, or a multiple of it, expected."
             )
 
-    def check_finite(self) -> None:
+    def check_states(self) -> None:
         """Look at the flags of the groups translated so far, which waits for the device.
 
         Called at the latest when a group's last layer is taken, or when the first layer is asked to go on.
@@ -153,14 +242,72 @@ class PendingTranslation:
             found = flags.cpu()
             if found.any():
                 layer_idx, role = found.nonzero()[0].tolist()
-                raise self._not_finite(layers[layer_idx], role)
+                raise self._wrong(layers[layer_idx], role, int(found[layer_idx, role]))
 
-    def _not_finite(self, layer_idx: int, role: int) -> HandOffError:
-        self._failure = HandOffError(
-            f"Target layer {layer_idx}: translated {('keys', 'values')[role]} are not finite. The source cache holds NaN or infinite "
-            "states, or a model overflows in its dtype; prefill the target natively."
-        )
+    def _wrong(self, layer_idx: int, role: int, flag: int) -> HandOffError:
+        which = f"Target layer {layer_idx}: translated {('keys', 'values')[role]} are"
+        if flag & 1:
+            self._failure = HandOffError(
+                f"{which} not finite. The source cache holds NaN or infinite states, or a model overflows in its dtype; prefill the "
+                'target natively, as on_error="prefill" does.'
+            )
+        else:
+            self._failure = HandOffError(
+                f"{which} more than {_WILD:.0f} times as large as any the translator was fitted to. The source cache is not what its "
+                'model makes of a text; prefill the target natively, as on_error="prefill" does.'
+            )
         return self._failure
+
+
+class Stopwatch:
+    """Seconds spent in some blocks of work; on CUDA those of the device, read when asked for."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._events: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        if device.type == "cuda":
+            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[0].record(torch.cuda.current_stream(device))
+            yield
+            events[1].record(torch.cuda.current_stream(device))
+            self._events.append(events)
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - started
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far; waits for the device."""
+        for begin, end in self._events:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return self._seconds
+
+
+def _gathered(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Rows of `[B, H, T, D]` states at `[B, 1, T', 1]` slots."""
+    batch, heads, _, head_dim = states.shape
+    return states.gather(2, slots.expand(batch, heads, -1, head_dim))
+
+
+def _place(native: torch.Tensor, states: torch.Tensor, start: int, first_slots: torch.Tensor | None) -> None:
+    """Write the target's own states `[2, N, B or 1, H, s, D]` of each row's first tokens over `states`, whose first slot is `start`."""
+    end = start + states.shape[4]
+    if first_slots is None:
+        if start < native.shape[4]:
+            last = min(native.shape[4], end)
+            states[:, :, :, :, : last - start] = native[:, :, :, :, start:last]
+        return
+    for token in range(native.shape[4]):
+        slots = first_slots + token
+        rows = ((slots >= start) & (slots < end)).nonzero()[:, 0]
+        own = native.expand(-1, -1, states.shape[2], -1, -1, -1).select(4, token)[:, :, rows]
+        states[:, :, rows, :, slots[rows] - start] = own.movedim(2, 0)
 
 
 def _reads_flags_at_once(device: torch.device) -> bool:

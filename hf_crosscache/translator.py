@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import ops
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
-from .rope import NO_ROTATION, RotaryStack, strip_rope
+from .rope import NO_ROTATION, RotaryStack, strip_rope, to_half_split, to_interleaved
 
 
 class StatesByLayer(Protocol):
@@ -75,6 +75,7 @@ class CacheTranslator:
     sink_tokens: leading positions that the maps were not fitted on and must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
     r2: role ("keys", "values") -> held-out share of variance explained, `[layers, heads]` of the target.
+    reach: role -> largest root mean square of a dimension of the target's states in the fit, `[layers]`; empty where it is not known.
     summary: how the translator was fitted, and its held-out metrics once evaluated; JSON-ready.
     """
 
@@ -85,6 +86,7 @@ class CacheTranslator:
     sink_tokens: int = 4
     opening: Opening | None = None
     r2: dict[str, torch.Tensor] = field(default_factory=dict)
+    reach: dict[str, torch.Tensor] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
 
@@ -104,9 +106,18 @@ class CacheTranslator:
     @cached_property
     def runs(self) -> tuple[range, ...]:
         """The target layers in runs of one shape, each of which can be translated together."""
-        shapes = [(layer.num_key_value_heads, layer.head_dim, layer.rotary_dim) for layer in self.target.geometry.layers]
-        starts = [i for i in range(len(shapes)) if i == 0 or shapes[i] != shapes[i - 1]]
-        return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], len(shapes)], strict=True))
+        return self.runs_of(())
+
+    def runs_of(self, also: tuple[Any, ...]) -> tuple[range, ...]:
+        """The runs of target layers that agree in shape, and in what `also` says of each layer."""
+        known = self._prepared.get(("runs", also))
+        if known is None:
+            shapes = [(layer.num_key_value_heads, layer.head_dim, layer.rotary_dim) for layer in self.target.geometry.layers]
+            kinds = list(zip(shapes, also, strict=True)) if also else shapes
+            starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
+            known = tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], len(kinds)], strict=True))
+            self._prepared["runs", also] = known
+        return known
 
     def translate(
         self,
@@ -118,11 +129,13 @@ class CacheTranslator:
         out_keys: torch.Tensor,
         out_values: torch.Tensor,
         begin: int = 0,
+        among: range | None = None,
     ) -> torch.Tensor:
         """Translate some positions for some target layers of one run.
 
         Args:
             layers: the target layers, N of them.
+            among: the layers whose maps lie beside theirs and are packed together for their device; None for the whole run.
             source: source layer -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their RoPE, on one device.
             source_position_ids, target_position_ids: int32 `[B or 1, T]`, where each model sees the tokens; all below `positions`.
             out_keys, out_values: `[N, B, H, T, D]`, written in full: keys rotated to their positions, in the target's dtype.
@@ -133,9 +146,12 @@ class CacheTranslator:
         """
         like = source[next(iter(self.source_layers(layers.start)))][1]
         device, dtype = like.device, like.dtype
-        maps, source_index, target_index = self._launch(layers, dtype, device)
+        maps, source_index, target_index = self._launch(layers, among or self._run_of(layers), dtype, device)
         pairs = [source[layer] for layer in maps.source_layers]
         keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for at, layer in enumerate(maps.source_layers):
+            if self.source.geometry.rotary[layer].interleaved:
+                keys[at] = to_half_split(keys[at], self.source.geometry.rotary[layer].rotary_dim)
         rotary = self._source_rotary
         if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
             tables = [self.source.geometry.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
@@ -145,7 +161,7 @@ class CacheTranslator:
             begin = 0
             rotary = NO_ROTATION
         with ops.forced_backend("reference" if self._uneven_source else None):
-            return ops.translate_kv(
+            flags = ops.translate_kv(
                 keys,
                 values,
                 maps.blocks,
@@ -160,6 +176,10 @@ class CacheTranslator:
                 out_values,
                 begin,
             )
+        for at, layer in enumerate(layers):
+            if self.target.geometry.rotary[layer].interleaved:
+                out_keys[at].copy_(to_interleaved(out_keys[at], self.target.geometry.rotary[layer].rotary_dim))
+        return flags
 
     def position_ids(self, length: int, device: torch.device) -> torch.Tensor:
         """Positions 0 to length - 1, int32 `[1, length]`: a view of one tensor that is kept."""
@@ -169,18 +189,19 @@ class CacheTranslator:
             self._prepared["positions", device] = known
         return known[:, :length]
 
-    def _launch(self, layers: range, dtype: torch.dtype, device: torch.device) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:
+    def _launch(
+        self, layers: range, among: range, dtype: torch.dtype, device: torch.device
+    ) -> tuple[PackedMaps, torch.Tensor, torch.Tensor]:
         """Return the packed maps of some layers, and the rotary tables of the source layers that they read and of their own."""
         key = (layers, dtype, device)
         if key not in self._prepared:
-            run = self._run_of(layers)
-            whole = self._prepared.get((run, dtype, device))
+            whole = self._prepared.get((among, dtype, device))
             if whole is None:
-                keys, values = ([maps[layer_idx] for layer_idx in run] for maps in (self.keys, self.values))
+                keys, values = ([maps[layer_idx] for layer_idx in among] for maps in (self.keys, self.values))
                 packed = PackedMaps.pack(keys, values, self.source.geometry.layers[0].head_dim, dtype, device)
-                whole = self._prepared[run, dtype, device] = self._with_tables(packed, run, device)
-            if layers != run:
-                packed = whole[0].select(layers.start - run.start, layers.stop - run.start)
+                whole = self._prepared[among, dtype, device] = self._with_tables(packed, among, device)
+            if layers != among:
+                packed = whole[0].select(layers.start - among.start, layers.stop - among.start)
                 self._prepared[key] = self._with_tables(packed, layers, device)
         return self._prepared[key]
 
@@ -237,6 +258,12 @@ class CacheTranslator:
             if tokenizer is not None:
                 identity.check_tokenizer(tokenizer, side)
         return self
+
+    @property
+    def context_recovered(self) -> float | None:
+        """What the translator kept of the context on held-out documents, where its summary says (`hf-crosscache eval --record`)."""
+        arms = self.summary.get("evaluation", {}).get("arms", [])
+        return next((arm["context_recovered"] for arm in arms if arm["arm"] == "translated"), None)
 
     def with_summary(self, entries: dict[str, Any]) -> CacheTranslator:
         """Return the translator with entries added to its summary."""

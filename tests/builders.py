@@ -8,17 +8,36 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    Glm4ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
+from hf_crosscache.compat import cache_argument
 from hf_crosscache.identity import ModelIdentity
 from hf_crosscache.maps import LayerMap, SourceHead
 from hf_crosscache.translator import CacheTranslator
@@ -76,18 +95,64 @@ FAMILIES = {
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None}),
     "mistral_sliding": (MistralForCausalLM, MistralConfig, {"sliding_window": 8}),
 }
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
+_UNTIED = {"head_dim": 16, "tie_word_embeddings": False}  # a tied random model repeats the last token, whatever came before
+_GEMMA = {**_MIXED, **_UNTIED, "query_pre_attn_scalar": 16}
+MORE_FAMILIES = {
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, _GEMMA),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
+    "ministral": (MinistralForCausalLM, MinistralConfig, {**_MIXED, "head_dim": 16}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {**_MIXED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 131072},
+    ),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": False}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "phi3": (Phi3ForCausalLM, Phi3Config, {}),
+    "glm4": (
+        Glm4ForCausalLM,
+        Glm4Config,
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config, {**_MIXED, "tie_word_embeddings": False}),
+}
 
 
 def tiny_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
     """A model with random weights, large enough that its greedy tokens depend on the context."""
-    model_class, config_class, extra = FAMILIES[family]
+    model_class, config_class, extra = {**FAMILIES, **MORE_FAMILIES}[family]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**_SHAPE, **extra, **changes})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 or name.endswith("bias"):
+            if parameter.ndim >= 2 or name.endswith("bias"):
                 parameter.normal_(std=0.15)
     return model
+
+
+# One of each kind: dense, biased, QK-norm, soft-capped, alternating windows, windows everywhere, attention sinks, NoPE layers, norms after,
+# fused projections, partial and interleaved RoPE.
+CONFORMING = (
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral_sliding", "ministral", "gpt_oss", "smollm3", "olmo2", "phi3", "glm4", "cohere2",
+)  # fmt: skip
+TOKENS = 12
+
+
+def generate(model, ids, cache=None, **settings):
+    """Generate greedily, given a cache in the spelling of the installed transformers."""
+    torch.manual_seed(0)
+    given = {} if cache is None else cache_argument(cache)
+    settings = {
+        "do_sample": False,
+        "max_new_tokens": TOKENS,
+        **({} if ids is None else {"attention_mask": torch.ones_like(ids)}),
+        **settings,
+    }
+    return model.generate(ids, **settings, **given)
 
 
 def pocket_model(name: str) -> PreTrainedModel:

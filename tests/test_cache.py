@@ -4,22 +4,13 @@ import copy
 
 import pytest
 import torch
-from builders import FAMILIES, identity_translator, planted_twin, random_ids, tiny_model
+from builders import FAMILIES, TOKENS, generate, identity_translator, planted_twin, random_ids, tiny_model
 from transformers import DynamicCache
 
 from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import CACHE_ARGUMENT, cache_argument, prefill
 from hf_crosscache.errors import GeometryError, HandOffError, IdentityError
 from hf_crosscache.translator import Opening
-
-TOKENS = 12
-
-
-def generate(model, ids, cache=None, **settings):
-    torch.manual_seed(0)
-    given = {} if cache is None else cache_argument(cache)
-    settings = {"do_sample": False, "max_new_tokens": TOKENS, "attention_mask": torch.ones_like(ids), **settings}
-    return model.generate(ids, **settings, **given)
 
 
 def handed_over(model, ids, context=None, **changes):
@@ -215,10 +206,10 @@ def test_wrong_inputs_are_refused_at_construction():
         TranslatedCache(prefill(other, ids)[0], translator, target_model=model, input_ids=ids)
 
 
-def test_padded_batches_are_refused():
+def test_padded_batches_without_a_mask_are_refused():
     model, ids = tiny_model("llama"), random_ids(2, 20)
     ids[1, :5] = model.config.pad_token_id
-    with pytest.raises(HandOffError, match="padded batches are not supported"):
+    with pytest.raises(HandOffError, match="pass attention_mask="):
         handed_over(model, ids)
 
 

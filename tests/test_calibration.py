@@ -5,7 +5,7 @@ import torch
 from builders import MODELS, pocket_model, tiny_model
 from transformers import AutoTokenizer
 
-from hf_crosscache import Calibration, fit_translator
+from hf_crosscache import CacheGeometry, Calibration, fit_translator
 from hf_crosscache.calibration import layer_states
 from hf_crosscache.compat import prefill
 from hf_crosscache.errors import CalibrationError, IdentityError
@@ -74,11 +74,18 @@ def test_too_little_text_is_refused(small, tokenizer):
 
 def test_layer_states_drop_the_first_positions():
     model = tiny_model("llama")
-    from hf_crosscache import CacheGeometry
-
     cache = prefill(model, torch.ones(1, 9, dtype=torch.long))[0]
     states = layer_states(cache, CacheGeometry.from_model(model), 3)
     assert {k.shape for k in states.keys} == {(1, 2, 6, 16)} and states.position_ids.tolist() == [[3, 4, 5, 6, 7, 8]]
     # the same token everywhere: without RoPE, the first layer's keys are all one
     stripped = states.of_role("keys").mean()[0]
     torch.testing.assert_close(stripped, cache.layers[0].keys[0, :, 0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere2", "smollm3", "gpt_oss"])
+def test_layer_states_are_stripped_whatever_turned_them(family):
+    model = tiny_model(family)
+    geometry, ids = CacheGeometry.from_model(model), torch.full((1, 9), 7)
+    states = layer_states(prefill(model, ids)[0], geometry, 3).of_role("keys")
+    alone = layer_states(prefill(model, ids[:, :1])[0], geometry, 0).of_role("keys")
+    torch.testing.assert_close(states.stripped(0), alone.stripped(0).expand(1, 2, 6, -1), rtol=1e-4, atol=1e-4)

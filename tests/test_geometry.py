@@ -1,11 +1,23 @@
 """The geometry says what the cache is, and models that would be translated wrongly are refused by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from builders import FAMILIES, MODELS, pocket_model, tiny_model
-from transformers import AutoModelForCausalLM, CohereConfig, GPT2Config, SmolLM3Config
+from builders import FAMILIES, MODELS, MORE_FAMILIES, pocket_model, random_ids, tiny_model
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Exaone4Config,
+    Gemma3nTextConfig,
+    GPT2Config,
+    HunYuanDenseV1Config,
+    Llama4TextConfig,
+    NanoChatConfig,
+    PhiConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from hf_crosscache import CacheGeometry
@@ -37,6 +49,52 @@ def test_geometry_is_that_of_the_cache(family):
     check_positions(model, geometry)
 
 
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_more_families_are_read_right(family):
+    model = tiny_model(family)
+    geometry = CacheGeometry.from_model(model)
+    check_positions(model, geometry)
+    assert {layer.rotary_dim for layer in geometry.layers} == {8 if family == "glm4" else 16}
+    assert {table.interleaved for table in geometry.rotary} == {family in ("glm4", "cohere2")}
+    turns = [True, family not in ("smollm3", "cohere2"), True]
+    assert [bool(table.inv_freq.any()) for table in geometry.rotary] == turns
+    mixed = family in ("gemma2", "gemma3", "ministral", "gpt_oss", "cohere2")
+    assert [layer.sliding_window for layer in geometry.layers] == ([8, None, 8] if mixed else [None] * 3)
+    again = CacheGeometry.from_dict(json.loads(json.dumps(geometry.to_dict())))
+    assert geometry.difference(again) is None and again.difference(geometry) is None
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_more_families_heed_their_context(family):
+    model, ids = tiny_model(family), random_ids(8, 24)
+    other = torch.cat([random_ids(8, 23, seed=1), ids[:, -1:]], 1)
+    with torch.no_grad():
+        same = model(ids).logits[:, -1].argmax(-1) == model(other).logits[:, -1].argmax(-1)
+    assert same.float().mean() <= 0.5
+
+
+@pytest.mark.parametrize("family", ["glm4", "cohere2", "gpt_oss"])
+def test_the_order_of_pairs_is_found_in_half_precision_too(family):
+    model = tiny_model(family).bfloat16()
+    geometry = CacheGeometry.from_model(model)
+    assert geometry.rotary[0].interleaved == (family != "gpt_oss")
+    check_positions(model, geometry)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        CohereConfig(**SMALL),
+        Exaone4Config(**SMALL, num_key_value_heads=2, layer_types=["sliding_attention", "full_attention"], sliding_window=8),
+        PhiConfig(**SMALL, rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_rotation_is_read_off_models_of_no_known_name(config):
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    check_positions(model, CacheGeometry.from_model(model))
+
+
 def test_attention_type_and_window_are_told():
     assert {layer.sliding_window for layer in CacheGeometry.from_model(tiny_model("mistral_sliding")).layers} == {8}
     assert {layer.attention for layer in CacheGeometry.from_model(tiny_model("mistral")).layers} == {"full_attention"}
@@ -63,6 +121,8 @@ def test_differences_are_named():
     assert "layer 0: num_key_value_heads 2 expected, 4 found" in (llama.difference(other) or "")
     scaled = CacheGeometry.from_model(tiny_model("llama_yarn"))
     assert "rotary frequencies" in (llama.difference(scaled) or "")
+    swapped = replace(llama, rotary=tuple(replace(table, interleaved=True) for table in llama.rotary))
+    assert "order of the pairs" in (llama.difference(swapped) or "")
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -80,11 +140,56 @@ def test_models_without_rope_are_refused():
         CacheGeometry.from_model(AutoModelForCausalLM.from_config(config))
 
 
-@pytest.mark.parametrize("config", [CohereConfig(**SMALL), SmolLM3Config(**SMALL, num_key_value_heads=2, no_rope_layers=[1, 0])])
-def test_interleaved_rotations_and_layers_without_any_are_refused(config):
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(UnsupportedModelError, match=r"layer \d: keys at position|does not follow its own frequencies"):
+@pytest.mark.parametrize("family", ["llama", "glm4", "cohere2", "smollm3"])
+def test_tables_that_pair_or_turn_wrongly_are_refused(family):
+    model = tiny_model(family)
+    geometry = CacheGeometry.from_model(model)
+    swapped = tuple(replace(table, interleaved=not table.interleaved) for table in geometry.rotary)
+    turned = tuple(geometry.rotary[0] for _ in geometry.rotary)
+    with pytest.raises(UnsupportedModelError, match="layer 0: keys at position"):
+        check_positions(model, replace(geometry, rotary=swapped))
+    if family in ("cohere2", "smollm3"):
+        with pytest.raises(UnsupportedModelError, match="layer 1: keys at position"):
+            check_positions(model, replace(geometry, rotary=turned))
+
+
+def test_rotation_the_other_way_is_refused():
+    with pytest.raises(UnsupportedModelError, match="turns them the other way"):
+        CacheGeometry.from_model(AutoModelForCausalLM.from_config(NanoChatConfig(**SMALL)))
+
+
+def test_weights_on_turned_keys_are_refused():
+    model = AutoModelForCausalLM.from_config(HunYuanDenseV1Config(**SMALL, head_dim=8)).float().eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.key_layernorm.weight.uniform_(0.5, 1.5)
+    with pytest.raises(UnsupportedModelError, match="layer 0: keys at position"):
         check_positions(model, CacheGeometry.from_model(model))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Llama4TextConfig(**SMALL, num_local_experts=2), "layer 0: a layer of chunked_attention"),
+        (
+            Qwen3NextConfig(**SMALL, num_experts=2, layer_types=["full_attention", "linear_attention"]),
+            "layer 1: a layer of linear_attention",
+        ),
+        (Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10), "layer 10: shares the cache of an earlier layer"),
+    ],
+    ids=lambda case: getattr(case, "model_type", ""),
+)
+def test_other_kinds_of_layer_are_refused_by_name(config, message):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModelError, match=message):
+        CacheGeometry.from_model(model)
+
+
+def test_artefacts_saved_before_the_order_of_pairs_was_written_are_half_split():
+    saved = CacheGeometry.from_model(tiny_model("llama")).to_dict()
+    del saved["rotary"][0]["interleaved"]
+    assert not CacheGeometry.from_dict(saved).rotary[0].interleaved
 
 
 def test_latent_attention_is_refused():

@@ -5,9 +5,10 @@ import torch
 from builders import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 
 from hf_crosscache import CacheGeometry
-from hf_crosscache.rope import NO_ROTATION, RotaryStack, RotaryTable, apply_rope, strip_rope
+from hf_crosscache.rope import NO_ROTATION, RotaryStack, RotaryTable, apply_rope, strip_rope, to_half_split, to_interleaved
 
 
 def table(dim, scaling=1.0, base=10000.0):
@@ -37,6 +38,31 @@ def test_dimensions_beyond_the_rotary_ones_pass():
     cos, sin = table(16).cos_sin(torch.tensor([[3]]), torch.float32)
     keys = torch.randn(1, 1, 1, 64)
     assert torch.equal(apply_rope(keys, cos, sin)[..., 16:], keys[..., 16:])
+
+
+@given(st.sampled_from([2, 8, 16]), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_half_split_and_interleaved_undo_each_other(rotary_dim, dtype):
+    keys = torch.randn(2, 3, 5, 16).to(dtype)
+    assert torch.equal(to_interleaved(to_half_split(keys, rotary_dim), rotary_dim), keys)
+    assert torch.equal(to_half_split(to_interleaved(keys, rotary_dim), rotary_dim), keys)
+    assert to_half_split(torch.arange(10), 6).tolist() == [0, 2, 4, 1, 3, 5, 6, 7, 8, 9]
+
+
+def test_reordered_keys_of_an_interleaved_model_are_stripped_and_turned():
+    model = tiny_model("glm4")
+    rotary = CacheGeometry.from_model(model).rotary[0]
+    keys, positions = torch.randn(2, 3, 4, 16), torch.tensor([[0, 5, 60, 500]])
+    cached, _ = apply_rotary_pos_emb(keys, keys, *model.model.rotary_emb(keys, positions))
+    cos_sin = rotary.cos_sin(positions, torch.float32)
+    stripped = strip_rope(to_half_split(cached, 8), *cos_sin)
+    torch.testing.assert_close(stripped, to_half_split(keys, 8), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(to_interleaved(apply_rope(stripped, *cos_sin), 8), cached, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_without_rope_is_left_exactly_as_it_is():
+    still, keys = RotaryTable(torch.zeros(4), 1.0), torch.randn(2, 3, 4, 16)
+    cos_sin = still.cos_sin(torch.tensor([[0, 5, 60, 500]]), torch.bfloat16)
+    assert torch.equal(strip_rope(keys, *cos_sin), keys) and torch.equal(apply_rope(keys, *cos_sin), keys)
 
 
 def test_one_rotation_by_the_difference_is_wrong_for_a_map():

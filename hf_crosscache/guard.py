@@ -1,0 +1,76 @@
+"""Checks on the target model, for what transformers does wrongly, or without a word, with a cache that is filled before the first step.
+
+`generate` is right with a filled cache in most of its modes. In the others it feeds tokens again that the cache holds already (assisted
+decoding and prompt lookup, given the whole prompt), puts new ones at wrong positions (a mask that does not cover the cache, chunked
+prefill before transformers 5.23), or reads the cache at every step of the whole text (`use_cache=False`). A guarded model slices the
+prompt where that mends it, and refuses the rest. It does so for caches of this library only.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from transformers import PreTrainedModel
+
+from .compat import decoder_of, uncompiled
+
+
+@runtime_checkable
+class GuardedCache(Protocol):
+    """A cache that a guarded model asks before it reads tokens."""
+
+    def unread(self, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
+        """How many of the last tokens of a prompt the model has to read; None for all that it is given."""
+        ...
+
+    def check_step(
+        self,
+        new_tokens: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        use_cache: bool | None,
+    ) -> None:
+        """Raise HandOffError for a forward pass that would read the cache wrongly."""
+        ...
+
+
+def guard(model: PreTrainedModel) -> None:
+    """Let a model ask the caches of this library before it reads tokens; once done, it stays so."""
+    if "_guarded_by_hf_crosscache" in model.__dict__:
+        return
+    model._guarded_by_hf_crosscache = True  # type: ignore[assignment]
+    decoder_of(model).register_forward_pre_hook(_before_forward, with_kwargs=True)
+    if "prepare_inputs_for_generation" not in model.__dict__:
+        # A bound method of a function, so that a copy of the model is bound to the copy.
+        model.prepare_inputs_for_generation = MethodType(_preparing(type(model)), model)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _preparing(model_class: type[PreTrainedModel]) -> Any:
+    prepare: Any = getattr(model_class, "prepare_inputs_for_generation")  # noqa: B009
+
+    @functools.wraps(prepare)
+    def prepare_inputs_for_generation(self: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if isinstance(cache, GuardedCache) and not args and kwargs.get("inputs_embeds") is None:
+            kwargs["next_sequence_length"] = cache.unread(input_ids, kwargs.get("next_sequence_length"), kwargs.get("attention_mask"))
+        return prepare(self, input_ids, *args, **kwargs)
+
+    return prepare_inputs_for_generation
+
+
+@uncompiled
+def _before_forward(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, GuardedCache)), None)
+    if cache is None:
+        return
+    input_ids, embeds = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
+    read = input_ids if input_ids is not None else embeds
+    if isinstance(read, torch.Tensor):
+        mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        mask = mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
+        cache.check_step(read.shape[1], input_ids, mask, position_ids, kwargs.get("use_cache"))

@@ -1,0 +1,167 @@
+"""What is known of the prompt that a translated cache is part of, and what it says about the tokens that the target is given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from .context import Context
+from .errors import HandOffError
+from .source import SourceStates
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The prompt's token ids and mask, as far as they were given; nothing is known of a cache whose rows were moved.
+
+    input_ids: `[B, L]`, the whole prompt or the context at least. attention_mask: `[B, L']` of it. batch: rows of the source's cache.
+    """
+
+    input_ids: torch.Tensor | None = None
+    attention_mask: torch.Tensor | None = None
+    batch: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        source: SourceStates,
+        context: Context,
+        target_model: PreTrainedModel | None,
+    ) -> Prompt:
+        """Check a prompt against the cache of its context.
+
+        Raises:
+            HandOffError: shapes do not fit, or padding without a mask.
+        """
+        if input_ids is not None:
+            # Of rows that are padded otherwise than the source's, the prompt may be the shorter one.
+            least = source.length if context.source_rows is None else context.length
+            if input_ids.ndim != 2 or input_ids.shape[0] != source.batch_size or input_ids.shape[1] < least:
+                raise HandOffError(
+                    f"input_ids of shape [{source.batch_size}, at least {least}] expected, since the source cache holds that context; "
+                    f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
+                )
+            if attention_mask is None and target_model is not None:
+                _refuse_padding(input_ids, target_model)
+        return cls(input_ids, attention_mask, source.batch_size)
+
+    def unread(self, length: int, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
+        """How many of the last tokens that `generate` was given the target has to read behind a cache of some length.
+
+        Args:
+            length: of the cache.
+            input_ids: `[B', n]` as generate holds them: the whole prompt, or only what follows the cache.
+            new_tokens: what generate would slice off, None for all.
+            attention_mask: `[B', m]`, None where generate has none or dropped one of ones.
+
+        Raises:
+            HandOffError: nothing is left to read, or the prompt does not begin with the context.
+        """
+        given = input_ids.shape[1]
+        if new_tokens is None:
+            if length == 0 or given <= length:
+                return None
+            mask = attention_mask.shape[1] if attention_mask is not None and attention_mask.ndim == 2 else None
+            if mask is not None and mask != given:
+                return None  # of the whole prompt, so that these are the new tokens alone
+            if mask is None:
+                differs = self._difference(length, input_ids)
+                if differs is None and self.input_ids is None:
+                    raise HandOffError(
+                        f"Whether these {given} tokens follow the {length} of the cache or contain them cannot be seen: pass input_ids= to "
+                        "TranslatedCache."
+                    )
+                if differs is not None:
+                    return None
+            new_tokens = given - length
+        elif new_tokens <= 0:
+            raise HandOffError(
+                f"The cache holds {length} positions and the prompt {given} tokens: none is left for the target to read. Pass generate the "
+                "whole prompt (context included) with its attention mask, longer than the translated context: recompute_last=1 at least "
+                "where the prompt ends with the context."
+            )
+        elif new_tokens != given - length:
+            return new_tokens  # a later step
+        differs = self._difference(length, input_ids)
+        if differs is not None:
+            raise HandOffError(
+                f"The prompt differs from the context that the cache was made of at row {differs[0]}, token {differs[1]}. Pass generate "
+                "the whole prompt (context included, padded as the cache was) with its attention mask."
+            )
+        return new_tokens
+
+    def check_positions(self, context: Context, new_tokens: int, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
+        """Refuse a first step that does not continue where the context ends, which transformers runs without a word.
+
+        Raises:
+            HandOffError: the tokens would get wrong positions.
+        """
+        expected = context.length if context.tokens is None else context.tokens
+        if isinstance(position_ids, torch.Tensor) and position_ids.ndim == 2:
+            first = position_ids[:, 0]
+            if isinstance(expected, torch.Tensor):
+                expected = expected.to(first.device)
+                if first.shape[0] != expected.shape[0]:
+                    expected = expected.repeat_interleave(max(1, first.shape[0] // expected.shape[0]))
+            misplaced = first.shape[0] > 1 and not isinstance(expected, int) and first.shape != expected.shape
+            misplaced = misplaced or bool((first != expected).any())
+        else:
+            whole = self.input_ids
+            misplaced = whole is not None and new_tokens == whole.shape[1] and context.length > 0
+            if misplaced and input_ids is not None and whole is not None:
+                misplaced = self._difference(new_tokens, input_ids) is None
+        if misplaced:
+            raise HandOffError(
+                f"The target was given {new_tokens} tokens that do not start at position {_spoken(expected)}, where the translated context "
+                "ends, so their positions would be wrong. Pass generate the whole prompt (context included) with its attention mask, "
+                "longer than the translated context: recompute_last=1 at least where the prompt ends with the context."
+            )
+
+    def inputs(self, start: int, context: Context, device: torch.device) -> dict[str, torch.Tensor]:
+        """What a model is given to read the context itself, from slot `start` on."""
+        if self.input_ids is None:
+            raise HandOffError("The target cannot read the context itself: its ids were not given.")
+        inputs = {"input_ids": self.input_ids[:, start : context.length].to(device)}
+        if context.position_ids is None:
+            inputs["position_ids"] = torch.arange(start, context.length, device=device)[None].expand_as(inputs["input_ids"])
+        else:
+            inputs["position_ids"] = context.position_ids[:, start:].long().to(device)
+            if self.attention_mask is not None:
+                inputs["attention_mask"] = self.attention_mask[:, : context.length].to(device)
+        return inputs
+
+    def _difference(self, length: int, input_ids: torch.Tensor) -> tuple[int, int] | None:
+        """Row and column of the first token in which a prompt differs from this one within some length; None where it does not."""
+        if self.input_ids is None:
+            return None
+        columns = min(length, input_ids.shape[1], self.input_ids.shape[1])
+        known = self.input_ids[:, :columns].to(input_ids.device)
+        mask = None if self.attention_mask is None else self.attention_mask[:, :columns].to(input_ids.device)
+        if input_ids.shape[0] % known.shape[0]:
+            return 0, 0
+        repeats = input_ids.shape[0] // known.shape[0]
+        differs = known.repeat_interleave(repeats, dim=0) != input_ids[:, :columns]
+        if mask is not None:
+            differs[:, : mask.shape[1]] &= mask.repeat_interleave(repeats, dim=0) != 0
+        if not differs.any():
+            return None
+        row, column = differs.nonzero()[0].tolist()
+        return row, column
+
+
+def _spoken(expected: int | torch.Tensor) -> str:
+    return str(expected if isinstance(expected, int) else expected.tolist())
+
+
+def _refuse_padding(input_ids: torch.Tensor, target_model: PreTrainedModel) -> None:
+    pad = target_model.config.get_text_config(decoder=True).pad_token_id
+    starts_with_padding = (input_ids[:, 0] == pad) if pad is not None else torch.tensor([False])
+    if starts_with_padding.any() and not starts_with_padding.all():
+        raise HandOffError(
+            f"Some prompts of the batch begin with the padding token {pad}: pass attention_mask= as well, which says where each row's "
+            "tokens begin."
+        )
