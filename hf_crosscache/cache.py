@@ -125,14 +125,11 @@ class TranslatedCache(Cache):
     @property
     def is_pending(self) -> bool:
         """True until every layer is translated."""
-        return any(layer.is_pending for layer in self._translated)
+        return not self._hand_off.complete
 
     def translate(self) -> Self:
         """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
-        if self.is_pending:
-            self._translate_or_prefill()
-            for layer in self._translated:
-                layer._translate()
+        self._translate_or_prefill()
         return self
 
     def extend(
@@ -186,7 +183,7 @@ class TranslatedCache(Cache):
 
         One prefilled context serves many continuations: generating on a fork leaves the cache it came from as it was.
         """
-        twin = copy.copy(self)
+        twin = self._twin()
         twin._hand_off = self._hand_off.fork()
         twin._report = self._report.fork(twin._hand_off)
         twin.layers = [layer.fork(twin._hand_off) for layer in self._translated]
@@ -264,8 +261,11 @@ class TranslatedCache(Cache):
         for layer in self.translate()._translated:
             yield layer.keys, layer.values, getattr(layer, "_sliding_window_tensor", None)
 
+    def __copy__(self) -> Self:
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        twin = copy.copy(self)
+        twin = self._twin()
         memo[id(self)] = twin
         twin._hand_off = copy.deepcopy(self._hand_off, memo)
         twin._report = self._report.fork(twin._hand_off)
@@ -304,6 +304,11 @@ class TranslatedCache(Cache):
             self._prompt.check_positions(self._hand_off.context, new_tokens, input_ids, position_ids)
             if self._on_error == "prefill":
                 self._translate_or_prefill()
+
+    def _twin(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     @property
     def _translated(self) -> list[Any]:

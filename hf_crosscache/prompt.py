@@ -17,11 +17,13 @@ class Prompt:
     """The prompt's token ids and mask, as far as they were given; nothing is known of a cache whose rows were moved.
 
     input_ids: `[B, L]`, the whole prompt or the context at least. attention_mask: `[B, L']` of it. batch: rows of the source's cache.
+    handed_over: leading slots that came with the hand-off.
     """
 
     input_ids: torch.Tensor | None = None
     attention_mask: torch.Tensor | None = None
     batch: int | None = None
+    handed_over: int = 0
 
     @classmethod
     def of(
@@ -47,7 +49,7 @@ class Prompt:
                 )
             if attention_mask is None and target_model is not None:
                 _refuse_padding(input_ids, target_model)
-        return cls(input_ids, attention_mask, source.batch_size)
+        return cls(input_ids, attention_mask, source.batch_size, context.length)
 
     def unread(self, length: int, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
         """How many of the last tokens that `generate` was given the target has to read behind a cache of some length.
@@ -69,7 +71,7 @@ class Prompt:
             if mask is not None and mask != given:
                 return None  # of the whole prompt, so that these are the new tokens alone
             if mask is None:
-                differs = self._difference(length, input_ids)
+                differs = self._difference(input_ids)
                 if differs is None and self.input_ids is None:
                     raise HandOffError(
                         f"Whether these {given} tokens follow the {length} of the cache or contain them cannot be seen: pass input_ids= to "
@@ -84,9 +86,9 @@ class Prompt:
                 "whole prompt (context included) with its attention mask, longer than the translated context: recompute_last=1 at least "
                 "where the prompt ends with the context."
             )
-        elif new_tokens != given - length:
-            return new_tokens  # a later step
-        differs = self._difference(length, input_ids)
+        elif new_tokens != given - length or (new_tokens == 1 and length != self.handed_over):
+            return new_tokens  # a step of decoding
+        differs = self._difference(input_ids)
         if differs is not None:
             raise HandOffError(
                 f"The prompt differs from the context that the cache was made of at row {differs[0]}, token {differs[1]}. Pass generate "
@@ -113,7 +115,7 @@ class Prompt:
             whole = self.input_ids
             misplaced = whole is not None and new_tokens == whole.shape[1] and context.length > 0
             if misplaced and input_ids is not None and whole is not None:
-                misplaced = self._difference(new_tokens, input_ids) is None
+                misplaced = self._difference(input_ids) is None
         if misplaced:
             raise HandOffError(
                 f"The target was given {new_tokens} tokens that do not start at position {_spoken(expected)}, where the translated context "
@@ -134,11 +136,11 @@ class Prompt:
                 inputs["attention_mask"] = self.attention_mask[:, : context.length].to(device)
         return inputs
 
-    def _difference(self, length: int, input_ids: torch.Tensor) -> tuple[int, int] | None:
-        """Row and column of the first token in which a prompt differs from this one within some length; None where it does not."""
+    def _difference(self, input_ids: torch.Tensor) -> tuple[int, int] | None:
+        """Row and column of the first token in which a prompt differs from what was handed over; None where it does not."""
         if self.input_ids is None:
             return None
-        columns = min(length, input_ids.shape[1], self.input_ids.shape[1])
+        columns = min(self.handed_over, input_ids.shape[1], self.input_ids.shape[1])
         known = self.input_ids[:, :columns].to(input_ids.device)
         mask = None if self.attention_mask is None else self.attention_mask[:, :columns].to(input_ids.device)
         if input_ids.shape[0] % known.shape[0]:

@@ -69,6 +69,11 @@ class PendingTranslation:
         return self._failure is not None
 
     @property
+    def complete(self) -> bool:
+        """True once no layer is left to translate."""
+        return not self._pending
+
+    @property
     def untouched(self) -> bool:
         """True until a layer is translated or dropped."""
         return len(self._pending) == len(self.translator.keys)
