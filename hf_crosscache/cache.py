@@ -14,14 +14,16 @@ from . import first_tokens
 from .compat import cache_argument, decoder_of, states_of
 from .context import Context
 from .errors import HandOffError, HandOffWarning
+from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
+from .identity import ModelIdentity
 from .layers import TranslatedLayer, TranslatedSlidingLayer
 from .placement import layer_devices
 from .prompt import Prompt
 from .source import SourceStates
 from .translation import PendingTranslation
-from .translator import CacheTranslator
+from .translator import CacheTranslator, NativeStates
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,36 +88,56 @@ class TranslatedCache(Cache):
     ) -> None:
         if target_model is not None:
             translator.check(target_model=target_model)
+        if on_error not in ("raise", "prefill"):
+            raise HandOffError(f'on_error="{on_error}": "raise" or "prefill" expected.')
         if on_error == "prefill" and (target_model is None or input_ids is None):
             raise HandOffError('on_error="prefill" needs target_model= and input_ids=, so that the target can read the context itself.')
         _warn_of_quality(translator, min_context_recovered)
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
         context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
         self._prompt = Prompt.of(input_ids, attention_mask, source, context, target_model)
-        self._target_model, self._on_error = target_model, on_error
+        self._target_model, self._on_error, self._hand_off = target_model, on_error, None
         self._report = HandOffReport(left_to_target=source.length - context.length)
         with self._report.native_work.on(source.device if target_model is None else target_model.device):
             sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
-        windows = _windows(translator) if keep_window else None
-        self._hand_off = PendingTranslation(
-            source,
-            translator,
-            context,
-            sinks,
-            source.dtype if target_model is None else target_model.dtype,
-            windows=windows,
-            devices=None if target_model is None else layer_devices(target_model, len(translator.keys)),
-        )
+        self._dtype = source.dtype if target_model is None else target_model.dtype
+        self._fill(translator.target.geometry, target_model, keep_window)
         self._report.native_tokens = 0 if sinks is None else sinks.length
-        self._report.follow(self._hand_off)
+        self._wait_for(source, translator, context, sinks)
+
+    def _fill(self, geometry: CacheGeometry, target_model: PreTrainedModel | None, keep_window: bool) -> None:
+        """Make the layers, empty."""
+        windows = tuple(layer.sliding_window if keep_window else None for layer in geometry.layers)
         layers: list[Any] = []
-        for layer_idx in range(len(translator.target.geometry)):
-            window = None if windows is None else windows[layer_idx]
-            layers.append(TranslatedLayer(layer_idx) if window is None else TranslatedSlidingLayer(layer_idx, window + 1))
-            layers[-1].wait_for(self._hand_off)
+        for layer_idx, window in enumerate(windows):
+            layers.append(TranslatedLayer(layer_idx) if window is None else TranslatedSlidingLayer(layer_idx, window))
         super().__init__(layers=layers)
+        self._windows = None if all(window is None for window in windows) else windows
+        self._devices = None if target_model is None else layer_devices(target_model, len(layers))
         if target_model is not None:
             guard(target_model)
+
+    def _wait_for(
+        self, source: SourceStates, translator: CacheTranslator, context: Context, sinks: NativeStates | None = None, start: int = 0
+    ) -> None:
+        """Let all layers wait for a hand-off of the slots from `start` on."""
+        kept = None if self._windows is None else tuple(None if window is None else window - 1 for window in self._windows)
+        self._hand_off = PendingTranslation(
+            source, translator, context, sinks, self._dtype, start=start, windows=kept, devices=self._devices, whole=self._on_error == "prefill"
+        )
+        self._report.follow(self._hand_off)
+        for layer in self._translated:
+            layer.wait_for(self._hand_off)
+
+    @classmethod
+    def empty(cls, target_model: PreTrainedModel, *, on_error: OnError = "raise", keep_window: bool = True) -> Self:
+        """Return a cache of a target that holds nothing yet: the target fills it as it reads, and `extend` hands over to it."""
+        cache = object.__new__(cls)
+        cache._prompt, cache._report = Prompt(), HandOffReport()
+        cache._target_model, cache._on_error, cache._hand_off = target_model, on_error, None
+        cache._dtype = target_model.dtype
+        cache._fill(ModelIdentity.from_model(target_model).geometry, target_model, keep_window)
+        return cache
 
     @property
     def is_initialized(self) -> bool:
@@ -125,7 +147,7 @@ class TranslatedCache(Cache):
     @property
     def is_pending(self) -> bool:
         """True until every layer is translated."""
-        return not self._hand_off.complete
+        return self._hand_off is not None and not self._hand_off.complete
 
     def translate(self) -> Self:
         """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
@@ -151,11 +173,17 @@ class TranslatedCache(Cache):
         Raises:
             HandOffError: the source cache ends before the translated one does, or the batch is padded.
         """
-        translator = self._hand_off.translator if translator is None else translator
+        before = self._hand_off
+        if translator is None:
+            if before is None:
+                raise HandOffError("Nothing was handed over yet: pass translator=.")
+            translator = before.translator
         if self._target_model is not None:
             translator.check(target_model=self._target_model)
+        if self._on_error == "prefill" and input_ids is None:
+            raise HandOffError('on_error="prefill" needs input_ids=, so that the target can read what is handed over itself.')
         start = self.get_seq_length()
-        if self._hand_off.context.first_slots is not None:
+        if before is not None and before.context.first_slots is not None:
             raise HandOffError("A padded batch cannot be extended: hand its rows over one by one, or make a new TranslatedCache.")
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
         context = Context.of(source.batch_size, source.length, recompute_last, None, None)
@@ -168,14 +196,8 @@ class TranslatedCache(Cache):
             raise HandOffError(f"The cache was made of {self._prompt.batch} sequences, the source cache holds {source.batch_size}.")
         self.translate()
         self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
-        before = self._hand_off
-        self._hand_off = PendingTranslation(
-            source, translator, context, None, before.dtype, start=start, windows=before.windows, devices=before.devices
-        )
         self._report.left_to_target = source.length - context.length
-        self._report.follow(self._hand_off)
-        for layer in self._translated:
-            layer.wait_for(self._hand_off)
+        self._wait_for(source, translator, context, start=start)
         return self
 
     def fork(self) -> Self:
@@ -184,8 +206,8 @@ class TranslatedCache(Cache):
         One prefilled context serves many continuations: generating on a fork leaves the cache it came from as it was.
         """
         twin = self._twin()
-        twin._hand_off = self._hand_off.fork()
-        twin._report = self._report.fork(twin._hand_off)
+        twin._hand_off = None if self._hand_off is None else self._hand_off.fork()
+        twin._report = self._report.fork(self._hand_off, twin._hand_off)
         twin.layers = [layer.fork(twin._hand_off) for layer in self._translated]
         return twin
 
@@ -223,33 +245,37 @@ class TranslatedCache(Cache):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
         """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
         if layer_idx == 0:
-            if self._translated[0].is_pending:
+            if self._waiting is not None:
                 given = kwargs.get("kwargs") or kwargs
                 position_ids = given.get("position_ids") if isinstance(given, dict) else None
-                self._prompt.check_positions(self._hand_off.context, key_states.shape[-2], None, position_ids)
-            else:
+                self._prompt.check_positions(self._waiting.context, key_states.shape[-2], None, position_ids)
+            elif self._hand_off is not None:
                 self._hand_off.check_states()  # of a pass that ended before its last layer
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` positions, see `Cache.crop`; a pending cache never translates them."""
-        if tokens_to_remove < 0 and self._hand_off.untouched and -tokens_to_remove <= self._hand_off.length - self._hand_off.start:
-            self._hand_off.shorten(-tokens_to_remove)
+        waiting = self._waiting
+        if tokens_to_remove < 0 and waiting is not None and waiting.untouched and -tokens_to_remove <= waiting.length - waiting.start:
+            waiting.shorten(-tokens_to_remove)
             for layer in self._translated:
-                if isinstance(layer, TranslatedSlidingLayer):
-                    layer.cumulative_length = self._hand_off.length
+                layer.follow(waiting)
         else:
+            self.translate()
             super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.translate()
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._prompt = Prompt()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        self.translate()
         super().batch_repeat_interleave(repeats)
         self._prompt = Prompt()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.translate()
         super().batch_select_indices(indices)
         self._prompt = Prompt()
 
@@ -268,7 +294,7 @@ class TranslatedCache(Cache):
         twin = self._twin()
         memo[id(self)] = twin
         twin._hand_off = copy.deepcopy(self._hand_off, memo)
-        twin._report = self._report.fork(twin._hand_off)
+        twin._report = self._report.fork(self._hand_off, twin._hand_off)
         twin.layers = copy.deepcopy(self.layers, memo)
         return twin
 
@@ -298,12 +324,21 @@ class TranslatedCache(Cache):
                 f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
                 "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
             )
-        if self._translated[0].is_pending:
-            if attention_mask is None and position_ids is None and self._hand_off.context.first_slots is not None:
+        waiting = self._waiting
+        if waiting is not None:
+            if attention_mask is None and position_ids is None and waiting.context.first_slots is not None:
                 raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
-            self._prompt.check_positions(self._hand_off.context, new_tokens, input_ids, position_ids)
+            self._prompt.check_positions(waiting.context, new_tokens, input_ids, position_ids)
             if self._on_error == "prefill":
                 self._translate_or_prefill()
+        if self._waiting is None:
+            self._widen(next((given.shape[0] for given in (input_ids, attention_mask, position_ids) if given is not None), 1))
+
+    def _widen(self, rows: int) -> None:
+        """Follow `generate` to several sequences a row, as pending layers do."""
+        keys = self._translated[0].keys
+        if keys is not None and keys.numel() and rows > keys.shape[0] and rows % keys.shape[0] == 0:
+            super().batch_repeat_interleave(rows // keys.shape[0])
 
     def _twin(self) -> Self:
         twin = object.__new__(type(self))
@@ -314,18 +349,25 @@ class TranslatedCache(Cache):
     def _translated(self) -> list[Any]:
         return self.layers
 
+    @property
+    def _waiting(self) -> PendingTranslation | None:
+        """The hand-off that the first layer waits for: nothing was read behind it yet."""
+        return self._hand_off if self._translated[0].is_pending else None
+
     def _translate_or_prefill(self) -> None:
+        if self._hand_off is None:
+            return
         try:
             self._hand_off.translate_all()
         except HandOffError as error:
             if self._on_error == "raise" or not self._hand_off.failed:
                 raise
-            self._prefill(str(error))
+            self._prefill(self._hand_off, str(error))
 
     @torch.no_grad()
-    def _prefill(self, reason: str) -> None:
+    def _prefill(self, hand_off: PendingTranslation, reason: str) -> None:
         """Let the target read itself what was to be translated."""
-        model, hand_off = self._target_model, self._hand_off
+        model = self._target_model
         if model is None or self._prompt.input_ids is None:
             raise HandOffError(f"{reason} The target cannot read the context itself without target_model= and input_ids=.")
         warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
@@ -339,14 +381,6 @@ class TranslatedCache(Cache):
 
 def _unpickled(cache: DynamicCache) -> DynamicCache:
     return cache
-
-
-def _windows(translator: CacheTranslator) -> tuple[int | None, ...] | None:
-    """How many positions each target layer keeps of a context, None where none slides."""
-    layers = translator.target.geometry.layers
-    if all(layer.sliding_window is None for layer in layers):
-        return None
-    return tuple(None if layer.sliding_window is None else layer.sliding_window - 1 for layer in layers)
 
 
 def _warn_of_quality(translator: CacheTranslator, least: float) -> None:

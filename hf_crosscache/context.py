@@ -49,7 +49,7 @@ class Context:
         read = _checked(source_attention_mask, batch, source_length, "source_attention_mask", at_least=False)
         if prompt is None and read is not None and not read.all():
             raise HandOffError("The source read a padded batch: pass attention_mask= of the target's prompt as well.")
-        if prompt is None or (prompt.all() and (read is None or read.all())):
+        if prompt is None:
             return cls(_left(source_length, recompute_last))
         if read is None:
             read = prompt[:, :source_length]
@@ -59,6 +59,8 @@ class Context:
                 f"Every row of the batch needs a context, and a prompt that holds it: the source read {counts.tolist()} tokens a row, "
                 f"the prompt has {prompt.sum(1).tolist()}."
             )
+        if prompt.all() and read.all():
+            return cls(_left(source_length, recompute_last))
         rank = prompt.cumsum(1) - 1  # of each slot's token among the row's tokens
         covered = ((rank < counts[:, None]) | (prompt == 0)).long().cumprod(1).sum(1)  # slots up to the row's last context token
         length = _left(int(covered.min()), recompute_last)
@@ -91,7 +93,11 @@ class Context:
     @property
     def tokens(self) -> torch.Tensor | None:
         """`[B]` tokens of each row, padding left out; None where every slot holds one."""
-        return None if self.position_ids is None else self.position_ids[:, -1] + 1 if self.length else self.position_ids.sum(1)
+        if self.position_ids is None or self.first_slots is None:
+            return None
+        if self.length == 0:
+            return torch.zeros_like(self.first_slots)
+        return torch.where(self.first_slots < self.length, self.position_ids[:, -1] + 1, 0)
 
 
 def _checked(mask: torch.Tensor | None, batch: int, length: int, name: str, *, at_least: bool) -> torch.Tensor | None:

@@ -8,8 +8,7 @@ prompt where that mends it, and refuses the rest. It does so for caches of this 
 
 from __future__ import annotations
 
-import functools
-from types import MethodType
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,28 +38,26 @@ class GuardedCache(Protocol):
 
 
 def guard(model: PreTrainedModel) -> None:
-    """Let a model ask the caches of this library before it reads tokens; once done, it stays so."""
-    if "_guarded_by_hf_crosscache" in model.__dict__:
-        return
-    model._guarded_by_hf_crosscache = True  # type: ignore[assignment]
-    decoder_of(model).register_forward_pre_hook(_before_forward, with_kwargs=True)
-    if "prepare_inputs_for_generation" not in model.__dict__:
-        # A bound method of a function, so that a copy of the model is bound to the copy.
-        model.prepare_inputs_for_generation = MethodType(_preparing(type(model)), model)  # type: ignore[method-assign]
+    """Let a model ask the caches of this library before it reads tokens; once done, it stays so, and copies of it are guarded too."""
+    decoder = decoder_of(model)
+    if _before_forward not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    prepare = getattr(model, "prepare_inputs_for_generation", None)  # which a model without a head does not have
+    if prepare is not None and not isinstance(prepare, _Preparing):
+        model.prepare_inputs_for_generation = _Preparing(prepare)  # type: ignore[method-assign]
 
 
-@functools.cache
-def _preparing(model_class: type[PreTrainedModel]) -> Any:
-    prepare: Any = getattr(model_class, "prepare_inputs_for_generation")  # noqa: B009
+class _Preparing:
+    """Stands before a model's own `prepare_inputs_for_generation`, whose signature it shows; copied and pickled with the model."""
 
-    @functools.wraps(prepare)
-    def prepare_inputs_for_generation(self: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, prepare: Callable[..., Any]) -> None:
+        self.__wrapped__ = prepare
+
+    def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if isinstance(cache, GuardedCache) and not args and kwargs.get("inputs_embeds") is None:
             kwargs["next_sequence_length"] = cache.unread(input_ids, kwargs.get("next_sequence_length"), kwargs.get("attention_mask"))
-        return prepare(self, input_ids, *args, **kwargs)
-
-    return prepare_inputs_for_generation
+        return self.__wrapped__(input_ids, *args, **kwargs)
 
 
 @uncompiled

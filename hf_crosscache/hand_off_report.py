@@ -27,7 +27,7 @@ class HandOffReport:
     @property
     def translated_tokens(self) -> int:
         """Positions that are translated, or will be once asked for."""
-        return sum(hand_off.length - hand_off.start for hand_off in self._hand_offs) - (self.native_tokens if self._hand_offs else 0)
+        return max(0, sum(hand_off.length - hand_off.start for hand_off in self._hand_offs) - (self.native_tokens if self._hand_offs else 0))
 
     @property
     def translated_layers(self) -> int:
@@ -66,7 +66,7 @@ class HandOffReport:
         if hand_off.start == 0:
             self.native_tokens = 0
 
-    def fork(self, hand_off: PendingTranslation) -> HandOffReport:
-        """Return the report of a copy that goes on with a hand-off of its own."""
-        earlier = [known for known in self._hand_offs if known is not self._hand_offs[-1]] if self._hand_offs else []
-        return replace(self, native_work=Stopwatch(self.native_work.seconds), _hand_offs=[*earlier, hand_off])
+    def fork(self, current: PendingTranslation | None, hand_off: PendingTranslation | None) -> HandOffReport:
+        """Return the report of a copy that goes on with a hand-off of its own in the place of the current one."""
+        followed = [hand_off if known is current and hand_off is not None else known for known in self._hand_offs]
+        return replace(self, native_work=self.native_work.fork(), _hand_offs=followed)

@@ -54,6 +54,9 @@ class _PendingStates:
         self._translate()
         self._pending, self.is_initialized = hand_off, False
 
+    def follow(self, hand_off: PendingTranslation) -> None:
+        """Note how long a hand-off is that the layer waits for."""
+
     def lazy_initialization(self, key_states: torch.Tensor, *args: Any) -> None:
         """Translate on the first update, to the device, dtype and batch that the layer of the model works in."""
         if self._pending is None:
@@ -164,11 +167,10 @@ class TranslatedSlidingLayer(_PendingStates, DynamicSlidingWindowLayer):
 
     def wait_for(self, hand_off: PendingTranslation) -> None:
         super().wait_for(hand_off)
-        self.cumulative_length = hand_off.length
+        self.follow(hand_off)
 
-    def shorten(self, length: int) -> None:
-        """Follow a pending hand-off that was shortened to so many slots."""
-        self.cumulative_length = length
+    def follow(self, hand_off: PendingTranslation) -> None:
+        self.cumulative_length = hand_off.length
 
     def reset(self) -> None:
         super().reset()

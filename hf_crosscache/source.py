@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,10 @@ from .geometry import CacheGeometry
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+_PLAIN = "Prefill the source with a plain DynamicCache(), which keeps them all"
+_KEEPS_ALL = {"TranslatedSlidingLayer": "Make the TranslatedCache with keep_window=False, so that it can be handed on"}
 
 
 class SourceStates:
@@ -107,10 +111,21 @@ def _layers_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         else:
             layers = [_states_of_layer(layer, layer_idx) for layer_idx, layer in enumerate(layers)]
     else:
-        layers = [(pair[0], pair[1]) for pair in cache]
+        layers = _pairs(cache)
     if not layers or layers[0][0].ndim != 4 or not layers[0][0].shape[2]:
         raise HandOffError("The source cache is empty: run the source model over the context first.")
     return layers
+
+
+def _pairs(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = list(cache) if isinstance(cache, Iterable) and not isinstance(cache, (Mapping, str)) else [None]
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) < 2 or not all(isinstance(states, torch.Tensor) for states in pair[:2]):
+            raise HandOffError(
+                f"The source cache is a {type(cache).__name__} without keys and values: a Cache, an output of generate or of a model that "
+                "holds one (use_cache=True), or (keys, values) of each layer expected."
+            )
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 def _states_of_layer(layer: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +143,7 @@ def _states_of_layer(layer: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Te
     if keys.shape[-2] < length:
         raise HandOffError(
             f"Source cache, layer {layer_idx}: a sliding window has kept the last {keys.shape[-2]} of {length} positions. "
-            "Prefill the source with a plain DynamicCache(), which keeps them all."
+            f"{_KEEPS_ALL.get(type(layer).__name__, _PLAIN)}."
         )
     return keys[:, :, :length], values[:, :, :length]
 

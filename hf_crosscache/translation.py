@@ -33,6 +33,7 @@ class PendingTranslation:
         start: slots that the target's layers hold already: only those behind are built.
         windows: of each target layer, how many trailing slots it keeps; None for all.
         devices: of each target layer, where it works; None for that of the source, or of the states that the layer is about to append.
+        whole: translate all layers before the first is taken, so that none is used where another must not be.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class PendingTranslation:
         start: int = 0,
         windows: tuple[int | None, ...] | None = None,
         devices: tuple[torch.device, ...] | None = None,
+        whole: bool = False,
     ) -> None:
         self.source, self.translator, self.context, self.sinks, self.dtype = source, translator, context, sinks, dtype
-        self.start, self.windows, self.devices = start, windows, devices
+        self.start, self.windows, self.devices, self.whole = start, windows, devices, whole
         also = tuple(zip(windows or (None,) * len(translator.keys), devices or (None,) * len(translator.keys), strict=True))
         self.runs = translator.runs_of(also) if windows or devices else translator.runs
         self.work = Stopwatch()
@@ -92,7 +94,7 @@ class PendingTranslation:
     def fork(self) -> PendingTranslation:
         """Return a hand-off of its own state that shares every tensor; what waits for its taker comes without room behind."""
         twin = object.__new__(PendingTranslation)
-        twin.__dict__ = {**self.__dict__, "_pending": set(self._pending), "_unchecked": list(self._unchecked), "work": Stopwatch()}
+        twin.__dict__ = {**self.__dict__, "_pending": set(self._pending), "_unchecked": list(self._unchecked), "work": self.work.fork()}
         twin._ready = {}
         for layer, (keys, values) in self._ready.items():
             kept = self.kept(layer)
@@ -130,6 +132,8 @@ class PendingTranslation:
             raise self._failure
         if like is not None:
             self._check(layer_idx, like)
+        if self.whole and self._pending:
+            self.translate_all()
         if layer_idx not in self._ready:
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2] if self.start == 0 else 0)
             device = self._device_of(layer_idx) if like is None else like.device
@@ -283,6 +287,12 @@ class Stopwatch:
             started = time.perf_counter()
             yield
             self._seconds += time.perf_counter() - started
+
+    def fork(self) -> Stopwatch:
+        """Return one that goes on from here by itself."""
+        twin = Stopwatch(self._seconds)
+        twin._events = list(self._events)
+        return twin
 
     @property
     def seconds(self) -> float:
