@@ -6,6 +6,7 @@ from .errors import CrossCacheError
 from .evaluation import Evaluation, evaluate_translator
 from .fitter import TranslatorFitter
 from .geometry import CacheGeometry
+from .handoff import HandoffSession
 from .moments import WeightedMoments
 from .texts import Document
 from .translator import CacheTranslator
@@ -17,6 +18,7 @@ __all__ = [
     "CrossCacheError",
     "Document",
     "Evaluation",
+    "HandoffSession",
     "TranslatedCache",
     "TranslatorFitter",
     "WeightedMoments",

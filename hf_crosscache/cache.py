@@ -123,7 +123,15 @@ class TranslatedCache(Cache):
         """Let all layers wait for a hand-off of the slots from `start` on."""
         kept = None if self._windows is None else tuple(None if window is None else window - 1 for window in self._windows)
         self._hand_off = PendingTranslation(
-            source, translator, context, sinks, self._dtype, start=start, windows=kept, devices=self._devices, whole=self._on_error == "prefill"
+            source,
+            translator,
+            context,
+            sinks,
+            self._dtype,
+            start=start,
+            windows=kept,
+            devices=self._devices,
+            whole=self._on_error == "prefill",
         )
         self._report.follow(self._hand_off)
         for layer in self._translated:
@@ -263,6 +271,7 @@ class TranslatedCache(Cache):
         else:
             self.translate()
             super().crop(tokens_to_remove)
+        self._prompt = self._prompt.within(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.translate()

@@ -27,7 +27,9 @@ class HandOffReport:
     @property
     def translated_tokens(self) -> int:
         """Positions that are translated, or will be once asked for."""
-        return max(0, sum(hand_off.length - hand_off.start for hand_off in self._hand_offs) - (self.native_tokens if self._hand_offs else 0))
+        return max(
+            0, sum(hand_off.length - hand_off.start for hand_off in self._hand_offs) - (self.native_tokens if self._hand_offs else 0)
+        )
 
     @property
     def translated_layers(self) -> int:

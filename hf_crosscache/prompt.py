@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -50,6 +50,10 @@ class Prompt:
             if attention_mask is None and target_model is not None:
                 _refuse_padding(input_ids, target_model)
         return cls(input_ids, attention_mask, source.batch_size, context.length)
+
+    def within(self, length: int) -> Prompt:
+        """Return what is still known of a cache that was cut to some length."""
+        return replace(self, handed_over=min(self.handed_over, length))
 
     def unread(self, length: int, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
         """How many of the last tokens that `generate` was given the target has to read behind a cache of some length.
