@@ -11,6 +11,7 @@ SCRIPTS = {
     "quickstart.py": [],
     "fit_translator.py": ["--tokens", "30000", "--windows", "8", "--out", "{tmp}/t"],
     "hand_off_generation.py": ["{translator}"],
+    "hand_off_session.py": [],
 }
 
 

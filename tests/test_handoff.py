@@ -158,7 +158,9 @@ def test_wrong_use_is_refused():
             HandoffSession({"a": model, "b": other}, {("a", "b"): identity_translator(model)})
 
 
-TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
 
 
 def test_a_template_that_renders_the_history_differently_is_named(examples):
