@@ -19,7 +19,7 @@ from .guard import guard
 from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
 from .layers import TranslatedLayer, TranslatedSlidingLayer
-from .placement import layer_devices
+from .placement import device_of, layer_devices
 from .prompt import Prompt
 from .source import SourceStates
 from .translation import PendingTranslation
@@ -98,7 +98,7 @@ class TranslatedCache(Cache):
         self._prompt = Prompt.of(input_ids, attention_mask, source, context, target_model)
         self._target_model, self._on_error, self._hand_off = target_model, on_error, None
         self._report = HandOffReport(left_to_target=source.length - context.length)
-        with self._report.native_work.on(source.device if target_model is None else target_model.device):
+        with self._report.native_work.on(source.device if target_model is None else device_of(target_model)):
             sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
         self._dtype = source.dtype if target_model is None else target_model.dtype
         self._fill(translator.target.geometry, target_model, keep_window)
@@ -382,8 +382,9 @@ class TranslatedCache(Cache):
         warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
         for layer in self._translated:
             layer.abandon()
-        inputs = self._prompt.inputs(hand_off.start, hand_off.context, model.device)
-        with self._report.native_work.on(model.device):
+        device = device_of(model)
+        inputs = self._prompt.inputs(hand_off.start, hand_off.context, device)
+        with self._report.native_work.on(device):
             decoder_of(model)(**inputs, use_cache=True, **cache_argument(self))
         self._report.fall_back(hand_off, reason)
 

@@ -16,6 +16,7 @@ from .errors import CalibrationError, IdentityError
 from .fitter import Split, Support, TranslatorFitter
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
+from .placement import device_of
 from .rope import to_half_split
 from .states import LayerStates, PairedStates
 from .texts import enough, read_documents, token_windows
@@ -109,7 +110,7 @@ class Calibration:
         if not shared:
             return None
         ids = everything[:1, :shared]
-        cache, _ = prefill(self.target_model, ids.to(self.target_model.device))
+        cache, _ = prefill(self.target_model, ids.to(device_of(self.target_model)))
         return Opening(
             tuple(ids[0].tolist()),
             tuple(keys.cpu() for keys, _ in states_of(cache)),
@@ -117,10 +118,10 @@ class Calibration:
         )
 
     def _paired(self, batch: torch.Tensor) -> PairedStates:
-        device = self.target_model.device
+        device = device_of(self.target_model)
         sides = []
         for model, identity in ((self.source_model, self.source), (self.target_model, self.target)):
-            cache, _ = prefill(model, batch.to(model.device))
+            cache, _ = prefill(model, batch.to(device_of(model)))
             sides.append(layer_states(cache, identity.geometry, self.sink_tokens, device))
         return PairedStates(*sides)
 
@@ -162,7 +163,7 @@ def fit_translator(
     source, target = calibration.source.geometry, calibration.target.geometry
     plan = TranslatorFitter(source, target, support=support, k=k, candidates=candidates)
     if layers_per_pass is None:
-        layers_per_pass = _layers_that_fit(plan, calibration.target_model.device)
+        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model))
     passes = [range(start, min(start + layers_per_pass, len(target))) for start in range(0, len(target), layers_per_pass)]
     fitted = []
     for number, layers in enumerate(passes, 1):

@@ -101,7 +101,7 @@ def evaluate_translator(
         count=windows,
         seed=seed,
     )
-    translator = translator.to(source_model.device)
+    translator = translator.to(device_of(source_model))
     scores: dict[str, list[torch.Tensor]] = {}
     with tqdm(total=ids.numel(), desc="evaluate", unit="tok", unit_scale=True) as progress:
         # Pieces of nearly one size: the wrong document of a window is its neighbour's, so no window may be alone.
@@ -130,7 +130,7 @@ def _arms(
     recompute_last: int,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (arm, logits) with logits `[B, continuation - 1, vocab]` that predict all of the continuation but its first token."""
-    on_target, on_source = ids.to(target_model.device), ids.to(source_model.device)
+    on_target, on_source = ids.to(device_of(target_model)), ids.to(device_of(source_model))
     native_cache, _ = prefill(target_model, on_target[:, :context])
     yield "native", _continue(target_model, native_cache, on_target)
     yield "none", _continue(target_model, DynamicCache(), on_target[:, context:])
@@ -148,7 +148,7 @@ def _arms(
     copy = _raw_copy(translator, layers, target_model)
     if copy is not None:
         yield "raw_copy", _continue(target_model, copy, on_target)
-    yield "source", _continue(source_model, source_cache, on_source).to(target_model.device)
+    yield "source", _continue(source_model, source_cache, on_source).to(device_of(target_model))
 
 
 def _raw_copy(translator: CacheTranslator, layers: list, target_model: PreTrainedModel) -> DynamicCache | None:
@@ -161,7 +161,7 @@ def _raw_copy(translator: CacheTranslator, layers: list, target_model: PreTraine
     copy = DynamicCache()
     for layer_idx in range(len(target)):
         keys, values = layers[round(layer_idx * (len(source) - 1) / max(1, len(target) - 1))]
-        device, dtype = target_model.device, target_model.dtype
+        device, dtype = device_of(target_model), target_model.dtype
         copy.update(keys.to(device, dtype).clone(), values.to(device, dtype).clone(), layer_idx)
     return copy
 

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .compat import prefill, states_of
 from .context import Context
 from .errors import HandOffError
+from .placement import device_of
 from .prompt import Prompt
 from .translator import CacheTranslator, NativeStates
 
@@ -29,7 +30,7 @@ def of(
         return None
     input_ids = _first_of_each_row(prompt, context, wanted)
     if target_model is not None and input_ids is not None:
-        cache, _ = prefill(target_model, input_ids.to(target_model.device))
+        cache, _ = prefill(target_model, input_ids.to(device_of(target_model)))
         return NativeStates(*map(tuple, zip(*states_of(cache), strict=True)))
     opening = translator.opening
     mend = "Pass target_model= and input_ids=, so that the target reads them itself."

@@ -10,6 +10,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from .compat import prefill, states_of
 from .errors import GeometryError, UnsupportedModelError
+from .placement import device_of
 from .rope import RotaryTable, strip_rope, to_half_split
 from .rotary import rotary_tables
 
@@ -132,7 +133,7 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
         GeometryError: the cache has other shapes than the config promised.
     """
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.linspace(0, vocabulary - 1, 8, device=model.device).long()[:, None]
+    tokens = torch.linspace(0, vocabulary - 1, 8, device=device_of(model)).long()[:, None]
     at_zero = torch.zeros_like(tokens)
     reference = states_of(prefill(model, tokens, position_ids=at_zero)[0])
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .errors import GeometryError, IdentityError
 from .geometry import CacheGeometry
+from .placement import device_of, stored_parameters
 
 # Read once a model object: a model whose weights are changed in place is still taken for what it was.
 _DIGESTS: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
@@ -104,11 +105,12 @@ def weights_digest(model: PreTrainedModel) -> str:
         return known
     digest = hashlib.sha256()
     samples = []
-    for name, parameter in sorted(model.named_parameters()):
+    device = device_of(model)
+    for name, parameter in sorted(stored_parameters(model).items()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        flat = parameter.detach().flatten()
+        flat = parameter.flatten()
         at = torch.linspace(0, flat.numel() - 1, 32, dtype=torch.float64, device="cpu").long()
-        samples.append(flat[at.to(flat.device)].to(torch.bfloat16).float().to(model.device))
+        samples.append(flat[at.to(flat.device)].to(torch.bfloat16).float().to(device))
     digest.update(torch.cat(samples).cpu().numpy().tobytes())
     _DIGESTS[model] = digest.hexdigest()
     return _DIGESTS[model]

@@ -1,4 +1,4 @@
-"""Where the layers of a target model work: models that are split over devices have their caches split likewise."""
+"""Where a model works and where its weights lie: accelerate may split it over devices, and offload it to the CPU or to disk."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import torch
 from transformers import PreTrainedModel
 
 from .compat import decoder_of
+from .errors import UnsupportedModelError
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Tell where a model expects its inputs; of an offloaded one, where accelerate brings its weights to."""
+    if model.device.type != "meta":
+        return model.device
+    return _execution_device(model) or model.device
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> tuple[torch.device, ...] | None:
@@ -20,20 +28,53 @@ def layer_devices(model: PreTrainedModel, layers: int) -> tuple[torch.device, ..
     blocks: Any = getattr(decoder_of(model), "layers", None)
     if blocks is None or len(blocks) != layers:
         return None
-    return tuple(_device_of(block, model.device) for block in blocks)
+    return tuple(_layer_device(block, model) for block in blocks)
 
 
-def _device_of(block: torch.nn.Module, otherwise: torch.device) -> torch.device:
-    for module in block.modules():
-        execution_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        if execution_device is not None:
-            return _device(execution_device)
-    found = next((parameter.device for parameter in block.parameters() if parameter.device.type != "meta"), None)
-    return otherwise if found is None else found
+def stored_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return a model's parameters by name, read from where accelerate keeps them; of tied ones, the first.
+
+    Raises:
+        UnsupportedModelError: the model has no weights.
+    """
+    tied: Any = getattr(model, "all_tied_weights_keys", None) or {}
+    stored = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            if name in tied:  # which offloading parts
+                continue
+            parameter = _offloaded(model, name)
+        stored[name] = parameter.detach()
+    return stored
 
 
-def _device(place: Any) -> torch.device:
-    """accelerate names accelerators by their bare index."""
-    if isinstance(place, int):
-        return torch.device(f"{torch.accelerator.current_accelerator() or 'cuda'}:{place}")
-    return torch.device(place)
+def _offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
+    path, _, own_name = name.rpartition(".")
+    for hook in _hooks(model.get_submodule(path)):
+        weights = getattr(hook, "weights_map", None)
+        if weights is not None:
+            return weights[own_name]
+    raise UnsupportedModelError(f"{name} has no values: the model is on the meta device. Load its weights, or offload it with accelerate.")
+
+
+def _layer_device(block: torch.nn.Module, model: PreTrainedModel) -> torch.device:
+    execution_device = _execution_device(block)
+    if execution_device is not None:
+        return execution_device
+    return next((parameter.device for parameter in block.parameters() if parameter.device.type != "meta"), device_of(model))
+
+
+def _execution_device(module: torch.nn.Module) -> torch.device | None:
+    for part in module.modules():
+        for hook in _hooks(part):
+            place = getattr(hook, "execution_device", None)
+            if isinstance(place, int):  # accelerate names accelerators by their bare index
+                return torch.device(f"{torch.accelerator.current_accelerator() or 'cuda'}:{place}")
+            if place is not None:
+                return torch.device(place)
+    return None
+
+
+def _hooks(module: torch.nn.Module) -> tuple[Any, ...]:
+    hook: Any = getattr(module, "_hf_hook", None)
+    return () if hook is None else tuple(getattr(hook, "hooks", (hook,)))

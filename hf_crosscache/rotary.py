@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .compat import decoder_of
 from .errors import UnsupportedModelError
+from .placement import device_of
 from .rope import RotaryTable, apply_rope, to_half_split, to_interleaved
 
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -70,8 +71,8 @@ def _rotary_table(model: PreTrainedModel, rotary: Any, layer_type: str, name: st
         raise UnsupportedModelError(f"{name}: its rotary module has no {prefix}inv_freq to read the frequencies from; not supported.")
     inv_freq = inv_freq.detach().float().cpu()
     table = RotaryTable(inv_freq, float(getattr(rotary, f"{prefix}attention_scaling", 1.0)))
-    positions = torch.tensor([[0, 1, 2, 17, 1023]], device=model.device)
-    like = torch.empty(1, dtype=model.dtype, device=model.device)
+    positions = torch.tensor([[0, 1, 2, 17, 1023]], device=device_of(model))
+    like = torch.empty(1, dtype=model.dtype, device=device_of(model))
     theirs = rotary(like, positions, layer_type) if layer_type else rotary(like, positions)
     if not isinstance(theirs, tuple) or len(theirs) != 2:
         raise UnsupportedModelError(f"{name}: its rotary module gives something else than cos and sin; not supported.")

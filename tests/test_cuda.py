@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from builders import identity_translator, random_ids, tiny_model
+from accelerate import dispatch_model
+from builders import CONFORMING, generate, identity_translator, random_ids, tiny_model
+from transformers import DynamicCache
 
 from hf_crosscache import TranslatedCache, TranslatorFitter
 from hf_crosscache.compat import cache_argument, prefill
@@ -13,12 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 
-def generate(model, ids, cache=None):
-    given = {} if cache is None else cache_argument(cache)
-    return model.generate(ids, do_sample=False, max_new_tokens=12, attention_mask=torch.ones_like(ids), **given)
-
-
-@pytest.mark.parametrize("family", ["llama", "llama_yarn", "qwen2", "qwen3", "mistral_sliding"])
+@pytest.mark.parametrize("family", [*CONFORMING, "llama_yarn"])
 @pytest.mark.parametrize("group_bytes", [1, 30_000, 1 << 30])
 def test_self_translation_generates_what_the_model_generates(family, group_bytes, monkeypatch):
     monkeypatch.setattr("hf_crosscache.translation._GROUP_BYTES", group_bytes)
@@ -27,6 +24,47 @@ def test_self_translation_generates_what_the_model_generates(family, group_bytes
         source_cache, _ = prefill(model, ids[:, :context])
         cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
         assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "cohere2"])
+def test_padded_rows(family):
+    model, ids, mask = tiny_model(family).cuda(), random_ids(3, 24).cuda(), torch.ones(3, 24, dtype=torch.long).cuda()
+    for row, pads in enumerate((0, 5, 11)):
+        ids[row, :pads], mask[row, :pads] = model.config.pad_token_id, 0
+    source_cache, _ = prefill(model, ids, attention_mask=mask)
+    cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids, attention_mask=mask)
+    assert torch.equal(generate(model, ids, cache, attention_mask=mask), generate(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("where", [(0, 0, "cpu"), ("cpu", 0, "cpu")])
+def test_a_target_that_is_split_over_the_device_and_the_cpu(where):
+    model, ids = tiny_model("llama"), random_ids(2, 24).cuda()
+    translator = identity_translator(model)
+    places = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 0, "lm_head": 0}
+    model = dispatch_model(model, {**places, **{f"model.layers.{i}": place for i, place in enumerate(where)}}, main_device=0)
+    source_cache, _ = prefill(model, ids)
+    cache = TranslatedCache(source_cache, translator, target_model=model, input_ids=ids)
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_compiled_decoding_from_a_static_cache(family):
+    model, ids = tiny_model(family).cuda(), random_ids(1, 24).cuda()
+    source_cache, _ = prefill(model, ids)
+    static = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids).to_static_cache(40)
+    assert torch.equal(generate(model, ids, static), generate(model, ids))
+
+
+def test_sources_that_lie_elsewhere():
+    model, ids = tiny_model("llama").cuda(), random_ids(2, 24).cuda()
+    translator, wanted = identity_translator(model), generate(model, ids)
+    offloaded = DynamicCache(offloading=True)
+    with torch.no_grad():
+        model(ids, **cache_argument(offloaded))
+    on_cpu = [(layer.keys.cpu(), layer.values.cpu()) for layer in prefill(model, ids)[0].layers]
+    for source_cache in (offloaded, on_cpu):
+        cache = TranslatedCache(source_cache, translator, target_model=model, input_ids=ids)
+        assert torch.equal(generate(model, ids, cache), wanted)
 
 
 def test_the_device_builds_the_cache_that_the_cpu_builds(translator, small, large):

@@ -30,7 +30,7 @@ def with_reach(translator, size):
 
 def damaged(model, ids, layer_idx, value, role="values", **given):
     cache, _ = prefill(model, ids, **given)
-    getattr(cache.layers[layer_idx], role)[0, 0, 9, 0] = value
+    getattr(cache.layers[layer_idx], role)[0, 0, -3, 0] = value
     return cache
 
 
@@ -71,9 +71,8 @@ def test_or_raised_where_that_is_asked_for(damage):
     (model, translator), ids = a_model("llama"), random_ids(2, 24)
     value, reason = DAMAGE[damage]
     cache = TranslatedCache(damaged(model, ids, 1, value), with_reach(translator, 10.0), target_model=model, input_ids=ids)
-    for _ in range(2):
-        with pytest.raises(HandOffError, match=f"Target layer 1: translated values are .*{reason}"):
-            generate(model, ids, cache)
+    with pytest.raises(HandOffError, match=f"Target layer 1: translated values are .*{reason}"):
+        generate(model, ids, cache)
 
 
 def test_states_as_large_as_in_the_fit_are_not_wild():
@@ -200,7 +199,7 @@ def test_the_positions_add_up_to_the_context(changes):
     generate(model, ids, cache)
     assert report.translated_layers == 3 and report.translation_seconds > 0 and report.fallback_reason is None
     assert json.loads(json.dumps(report.to_dict()))["translated_tokens"] == report.translated_tokens
-    assert (report.native_seconds > 0) == (report.native_tokens > 0)
+    assert report.native_tokens == 0 or report.native_seconds > 0
 
 
 def test_extensions_and_forks_have_reports_of_their_own():

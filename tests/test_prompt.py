@@ -85,7 +85,7 @@ def test_positions_of_padded_rows_are_those_of_their_tokens():
     KNOWN.check_positions(context, 1, None, torch.tensor([[8], [5]]))
     KNOWN.check_positions(context, 1, None, torch.tensor([[8], [8], [5], [5]]))  # beams
     for positions in ([[8], [8]], [[5], [8]], [[8], [5], [8], [5]], [[8], [5], [5]]):
-        with pytest.raises(HandOffError, match=r"do not start at position \[8, 5\]"):
+        with pytest.raises(HandOffError, match=r"do not start at position \[8, (8, 5, )?5\]"):
             KNOWN.check_positions(context, 1, None, torch.tensor(positions))
 
 

@@ -180,7 +180,7 @@ def test_an_output_of_generate_is_read(settings):
     output = generate(model, ids, return_dict_in_generate=True, **settings)
     rows = output.sequences[:, :-1].repeat_interleave(settings.get("num_beams", 1), dim=0)
     states = SourceStates(output, CacheGeometry.from_model(model), READERS)
-    assert (states.length, states.batch_size) == rows.shape
+    assert (states.batch_size, states.length) == rows.shape
     if not settings:
         assert_reads(output, model, pairs_of(prefill(model, rows)[0]), 2e-4)
 
@@ -263,9 +263,8 @@ def test_quantised_layers_are_read_in_the_order_that_beams_left():
 def test_layers_of_eight_bit_floats():
     model, ids = tiny_model("llama"), random_ids(2, 12)
     cache = filled(model, ids, Cache(layers=[cache_utils.Fp8QuantizedLayer() for _ in range(3)]))
-    assert_reads(
-        cache, model, [tuple(layer._dequantize(s) for s in (layer._quantized_keys, layer._quantized_values)) for layer in cache.layers], 0
-    )
+    wanted = [tuple(map(layer._dequantize, (layer._quantized_keys, layer._quantized_values))) for layer in cache.layers]
+    assert_reads(cache, model, wanted, 0)
     keys = prefill(model, ids)[0].layers[0].keys
     assert 0 < (SourceStates(cache, CacheGeometry.from_model(model), READERS)[0][0] - keys).abs().max() < 0.1 * keys.abs().max()
 
@@ -279,10 +278,10 @@ def test_quantised_caches_of_transformers(backend, package):
     filled(model, ids, cache)
     with torch.no_grad():
         model(random_ids(2, 1), **cache_argument(cache))
-        read = [layer.update(*[torch.zeros(2, 2, 0, 32)] * 2) for layer in copy.deepcopy(cache.layers)]
-    states = SourceStates(cache, CacheGeometry.from_model(model), READERS)
-    for layer_idx in range(3):
-        torch.testing.assert_close(states[layer_idx], tuple(side.to(states.dtype) for side in read[layer_idx]))
+        states = SourceStates(cache, CacheGeometry.from_model(model), READERS)
+        for layer_idx, layer in enumerate(cache.layers):  # what attention would read
+            read = layer.update(*[torch.zeros(2, 2, 0, 32)] * 2)
+            torch.testing.assert_close(states[layer_idx], tuple(side.to(states.dtype) for side in read))
     wanted = prefill(model, torch.cat([ids, random_ids(2, 1)], 1))[0].layers[0].keys
     error = (states[0][0] - wanted).norm() / wanted.norm()
     assert 0 < error < 0.2
