@@ -176,9 +176,10 @@ def _native(model, input_ids: torch.Tensor, answered: int) -> torch.Tensor:
 
 
 def _kl(native: torch.Tensor, heard: torch.Tensor) -> float:
-    seen = native > -float("inf")
-    seen &= heard > -float("inf")  # an end of text is ruled out while a minimum is asked for
-    return torch.where(seen, native.exp() * (native - heard), 0).sum(-1).mean().item()
+    """Over the tokens that the answer could have, an end of text not being one of them."""
+    possible = heard > -float("inf")
+    native = native.masked_fill(~possible, -float("inf")).log_softmax(-1)
+    return torch.where(possible, native.exp() * (native - heard), 0).sum(-1).mean().item()
 
 
 def _most_reads(session: HandoffSession, names: list[str]) -> int:
