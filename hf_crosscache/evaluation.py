@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import TranslatedCache
 from .compat import cache_argument, prefill, states_of
+from .placement import device_of
 from .texts import read_documents, token_windows
 from .translator import CacheTranslator
 

@@ -44,7 +44,7 @@ def stored_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             if name in tied:  # which offloading parts
                 continue
             parameter = _offloaded(model, name)
-        stored[name] = parameter.detach()
+        stored[name.removeprefix("_orig_mod.")] = parameter.detach()  # which torch.compile puts before
     return stored
 
 

@@ -40,6 +40,8 @@ class Prompt:
             HandOffError: shapes do not fit, or padding without a mask.
         """
         if input_ids is not None:
+            if not isinstance(input_ids, torch.Tensor):
+                raise HandOffError(f"input_ids: a tensor of token ids expected, a {type(input_ids).__name__} found.")
             # Of rows that are padded otherwise than the source's, the prompt may be the shorter one.
             least = source.length if context.source_rows is None else context.length
             if input_ids.ndim != 2 or input_ids.shape[0] != source.batch_size or input_ids.shape[1] < least:

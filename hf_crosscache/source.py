@@ -118,14 +118,16 @@ def _layers_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _pairs(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pairs = list(cache) if isinstance(cache, Iterable) and not isinstance(cache, (Mapping, str)) else [None]
-    for pair in pairs:
+    given: list[Any] = list(cache) if isinstance(cache, Iterable) and not isinstance(cache, (Mapping, str)) else [None]
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for pair in given:
         if not isinstance(pair, Sequence) or len(pair) < 2 or not all(isinstance(states, torch.Tensor) for states in pair[:2]):
             raise HandOffError(
                 f"The source cache is a {type(cache).__name__} without keys and values: a Cache, an output of generate or of a model that "
                 "holds one (use_cache=True), or (keys, values) of each layer expected."
             )
-    return [(pair[0], pair[1]) for pair in pairs]
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
 def _states_of_layer(layer: Any, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,12 +10,13 @@ from transformers import DynamicCache
 from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import CACHE_ARGUMENT, cache_argument, prefill
 from hf_crosscache.errors import GeometryError, HandOffError, IdentityError
+from hf_crosscache.identity import weights_digest
 from hf_crosscache.translator import Opening
 
 
 def handed_over(model, ids, context=None, **changes):
     source_cache, _ = prefill(model, ids[:, :context])
-    return TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids, **changes)
+    return TranslatedCache(source_cache, identity_translator(model), **{"target_model": model, "input_ids": ids, **changes})
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
@@ -264,6 +265,8 @@ def test_states_that_cannot_be_appended_leave_the_context():
 def test_a_compiled_model_takes_a_pending_cache():
     model, ids = tiny_model("llama"), random_ids(1, 20)
     compiled = torch.compile(model, backend="eager")
+    assert weights_digest(compiled) == weights_digest(model)
+    assert torch.equal(generate(compiled, ids, handed_over(model, ids, target_model=compiled)), generate(model, ids))
     with torch.no_grad():
         found = compiled(ids[:, 19:], position_ids=torch.tensor([[19]]), **cache_argument(handed_over(model, ids))).logits
         torch.testing.assert_close(found[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)

@@ -109,6 +109,13 @@ def test_padding_without_a_mask_is_refused_where_it_shows():
     assert Prompt.of(ids, None, source, Context(11), model).batch == 2
 
 
+def test_ids_that_are_no_tensor_are_refused():
+    model = tiny_model("llama")
+    source = SourceStates(prefill(model, IDS)[0], CacheGeometry.from_model(model), {0: 1})
+    with pytest.raises(HandOffError, match="a tensor of token ids expected, a list found"):
+        Prompt.of(IDS.tolist(), None, source, Context(11), model)
+
+
 def test_rows_that_were_moved_are_not_compared():
     model, ids = tiny_model("llama"), random_ids(2, 12)
     cache = TranslatedCache(prefill(model, ids)[0], identity_translator(model), target_model=model, input_ids=ids)
