@@ -54,7 +54,7 @@ def test_what_is_handed_over_is_worth_it_at_every_turn(turns):
     assert [int(row["turn"]) for row in measured] == list(range(1, turns + 1))
     assert all(row["most_reads"] == "1" for row in measured)
     for row in measured[1:]:
-        assert float(row["kl"]) < float(row["kl_none"]) < float(row["kl_wrong_document"])
+        assert float(row["kl"]) < 0.7 * min(float(row["kl_none"]), float(row["kl_wrong_document"]))
         assert float(row["top1"]) > 0.7
 
 
