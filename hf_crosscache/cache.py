@@ -92,7 +92,7 @@ class TranslatedCache(Cache):
             raise HandOffError(f'on_error="{on_error}": "raise" or "prefill" expected.')
         if on_error == "prefill" and (target_model is None or input_ids is None):
             raise HandOffError('on_error="prefill" needs target_model= and input_ids=, so that the target can read the context itself.')
-        _warn_of_quality(translator, min_context_recovered)
+        translator.warn_if_below(min_context_recovered)
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
         context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
         self._prompt = Prompt.of(input_ids, attention_mask, source, context, target_model)
@@ -391,15 +391,3 @@ class TranslatedCache(Cache):
 
 def _unpickled(cache: DynamicCache) -> DynamicCache:
     return cache
-
-
-def _warn_of_quality(translator: CacheTranslator, least: float) -> None:
-    kept = translator.context_recovered
-    if kept is not None and kept < least:
-        warnings.warn(
-            f"The translator from {translator.source.name!r} to {translator.target.name!r} kept {kept:.2f} of the context of held-out "
-            f"documents, less than min_context_recovered = {least}. Fit it on more text, leave more to the target (recompute_last=), or "
-            "prefill.",
-            HandOffWarning,
-            stacklevel=3,
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import ops
+from .errors import HandOffWarning
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
 from .rope import NO_ROTATION, RotaryStack, strip_rope, to_half_split, to_interleaved
@@ -264,6 +266,17 @@ class CacheTranslator:
         """What the translator kept of the context on held-out documents, where its summary says (`hf-crosscache eval --record`)."""
         arms = self.summary.get("evaluation", {}).get("arms", [])
         return next((arm["context_recovered"] for arm in arms if arm["arm"] == "translated"), None)
+
+    def warn_if_below(self, least: float) -> None:
+        """Warn where the translator is known to keep less than this share of a context."""
+        kept = self.context_recovered
+        if kept is not None and kept < least:
+            warnings.warn(
+                f"The translator from {self.source.name!r} to {self.target.name!r} kept {kept:.2f} of the context of held-out documents, "
+                f"less than min_context_recovered = {least}. Fit it on more text, leave more to the target (recompute_last=), or prefill.",
+                HandOffWarning,
+                stacklevel=3,
+            )
 
     def with_summary(self, entries: dict[str, Any]) -> CacheTranslator:
         """Return the translator with entries added to its summary."""
