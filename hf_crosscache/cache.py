@@ -14,13 +14,14 @@ from . import first_tokens
 from .compat import cache_argument, decoder_of, states_of
 from .context import Context
 from .errors import HandOffError, HandOffWarning
+from .export import dynamic_cache, static_cache
 from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
 from .layers import TranslatedLayer, TranslatedSlidingLayer
 from .placement import device_of, layer_devices
-from .prompt import Prompt
+from .prompt import Prompt, check_mask
 from .source import SourceStates
 from .translation import PendingTranslation
 from .translator import CacheTranslator, NativeStates
@@ -221,30 +222,11 @@ class TranslatedCache(Cache):
 
     def to_dynamic_cache(self) -> DynamicCache:
         """Return a plain `DynamicCache` that holds the same tensors, translating what is pending."""
-        plain = DynamicCache()
-        plain.layers = [layer.plain() for layer in self.translate()._translated]
-        plain.layer_class_to_replicate = None
-        return plain
+        return dynamic_cache([layer.plain() for layer in self.translate()._translated])
 
     def to_static_cache(self, max_cache_len: int) -> StaticCache:
-        """Return a `StaticCache` of the target, filled with the translated context, for compiled decoding.
-
-        Args:
-            max_cache_len: tokens that it has room for, those of the context included.
-
-        Raises:
-            HandOffError: without a target model, or with less room than the context takes.
-        """
-        length = self.get_seq_length()
-        if self._target_model is None or max_cache_len < length:
-            raise HandOffError(f"to_static_cache needs target_model= in the constructor, and max_cache_len of at least {length}.")
-        static = StaticCache(config=self._target_model.config.get_text_config(decoder=True), max_cache_len=max_cache_len)
-        for layer_idx, (keys, values) in enumerate(states_of(self.translate())):
-            if keys.shape[2] < length:  # what left the window: never attended to, but counted
-                gone = keys.new_zeros((*keys.shape[:2], length - keys.shape[2], keys.shape[3]))
-                keys, values = torch.cat((gone, keys), dim=2), torch.cat((gone, values), dim=2)
-            static.update(keys, values, layer_idx)
-        return static
+        """Return a `StaticCache` of the target with room for so many tokens, filled with the translated context; see `static_cache`."""
+        return static_cache(states_of(self.translate()), self.get_seq_length(), self._target_model, max_cache_len)
 
     def report(self) -> HandOffReport:
         """Tell what was native, translated, left to the target or fallen back, and how long each took."""
@@ -256,7 +238,8 @@ class TranslatedCache(Cache):
             if self._waiting is not None:
                 given = kwargs.get("kwargs") or kwargs
                 position_ids = given.get("position_ids") if isinstance(given, dict) else None
-                self._prompt.check_positions(self._waiting.context, key_states.shape[-2], None, position_ids)
+                if self._target_model is None or position_ids is not None:  # a guarded model has asked already
+                    self._prompt.check_positions(self._waiting.context, key_states.shape[-2], None, position_ids)
             elif self._hand_off is not None:
                 self._hand_off.check_states()  # of a pass that ended before its last layer
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -309,7 +292,7 @@ class TranslatedCache(Cache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a plain `DynamicCache` of the translated states: models, maps and sources stay behind."""
-        return _unpickled, (self.to_dynamic_cache(),)
+        return dynamic_cache, (self.to_dynamic_cache().layers,)
 
     def unread(self, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
         """How many of the last tokens of a prompt the target has to read; see `hf_crosscache.guard`."""
@@ -327,12 +310,7 @@ class TranslatedCache(Cache):
         length = self.get_seq_length()
         if length and use_cache is False:
             raise HandOffError("use_cache=False, although a filled cache was passed: leave it out, or the cache.")
-        if attention_mask is not None and attention_mask.shape[1] != length + new_tokens:
-            raise HandOffError(
-                f"The cache holds {length} positions and the target was given {new_tokens} tokens, but an attention mask of "
-                f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
-                "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
-            )
+        check_mask(length, new_tokens, attention_mask)
         waiting = self._waiting
         if waiting is not None:
             if attention_mask is None and position_ids is None and waiting.context.first_slots is not None:
@@ -377,7 +355,7 @@ class TranslatedCache(Cache):
     def _prefill(self, hand_off: PendingTranslation, reason: str) -> None:
         """Let the target read itself what was to be translated."""
         model = self._target_model
-        if model is None or self._prompt.input_ids is None:
+        if model is None:
             raise HandOffError(f"{reason} The target cannot read the context itself without target_model= and input_ids=.")
         warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
         for layer in self._translated:
@@ -387,7 +365,3 @@ class TranslatedCache(Cache):
         with self._report.native_work.on(device):
             decoder_of(model)(**inputs, use_cache=True, **cache_argument(self))
         self._report.fall_back(hand_off, reason)
-
-
-def _unpickled(cache: DynamicCache) -> DynamicCache:
-    return cache

@@ -161,6 +161,20 @@ class Prompt:
         return row, column
 
 
+def check_mask(length: int, new_tokens: int, attention_mask: torch.Tensor | None) -> None:
+    """Refuse a mask `[B, m]` that does not cover a cache of some length and the tokens behind it.
+
+    Raises:
+        HandOffError: it covers more or less.
+    """
+    if attention_mask is not None and attention_mask.shape[1] != length + new_tokens:
+        raise HandOffError(
+            f"The cache holds {length} positions and the target was given {new_tokens} tokens, but an attention mask of "
+            f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
+            "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
+        )
+
+
 def _spoken(expected: int | torch.Tensor) -> str:
     return str(expected if isinstance(expected, int) else expected.tolist())
 
