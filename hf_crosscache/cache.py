@@ -21,7 +21,7 @@ from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
 from .layers import TranslatedLayer, TranslatedSlidingLayer
 from .placement import device_of, layer_devices
-from .prompt import Prompt, check_mask
+from .prompt import Prompt
 from .source import SourceStates
 from .translation import PendingTranslation
 from .translator import CacheTranslator, NativeStates
@@ -47,7 +47,7 @@ class TranslatedCache(Cache):
     window alone. After that the cache behaves as a `DynamicCache` that holds the same tensors; before it, every operation gives what it
     would give then.
 
-    The target model is guarded from then on: see `hf_crosscache.guard`.
+    The target model is guarded from then on (`hf_crosscache.guard`).
 
     Args:
         source_cache: the source model's cache of the context: a `Cache` that has kept every position, a `generate` output that holds one,
@@ -123,17 +123,8 @@ class TranslatedCache(Cache):
     ) -> None:
         """Let all layers wait for a hand-off of the slots from `start` on."""
         kept = None if self._windows is None else tuple(None if window is None else window - 1 for window in self._windows)
-        self._hand_off = PendingTranslation(
-            source,
-            translator,
-            context,
-            sinks,
-            self._dtype,
-            start=start,
-            windows=kept,
-            devices=self._devices,
-            whole=self._on_error == "prefill",
-        )
+        placed = {"windows": kept, "devices": self._devices, "whole": self._on_error == "prefill"}
+        self._hand_off = PendingTranslation(source, translator, context, sinks, self._dtype, start=start, **placed)
         self._report.follow(self._hand_off)
         for layer in self._translated:
             layer.wait_for(self._hand_off)
@@ -196,13 +187,7 @@ class TranslatedCache(Cache):
             raise HandOffError("A padded batch cannot be extended: hand its rows over one by one, or make a new TranslatedCache.")
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
         context = Context.of(source.batch_size, source.length, recompute_last, None, None)
-        if context.length <= start:
-            raise HandOffError(
-                f"The source cache holds {source.length} positions, of which recompute_last = {recompute_last} are left to the target; "
-                f"the translated cache has {start} already. Let the source read on first."
-            )
-        if self._prompt.batch not in (None, source.batch_size):
-            raise HandOffError(f"The cache was made of {self._prompt.batch} sequences, the source cache holds {source.batch_size}.")
+        self._prompt.check_growth(start, context, source)
         self.translate()
         self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
         self._report.left_to_target = source.length - context.length
@@ -210,10 +195,7 @@ class TranslatedCache(Cache):
         return self
 
     def fork(self) -> Self:
-        """Return a cache that goes on from here by itself; it shares every tensor with this one, and nothing is copied.
-
-        One prefilled context serves many continuations: generating on a fork leaves the cache it came from as it was.
-        """
+        """Return a cache that goes on from here by itself: it shares every tensor, and leaves this one as it was."""
         twin = self._twin()
         twin._hand_off = None if self._hand_off is None else self._hand_off.fork()
         twin._report = self._report.fork(self._hand_off, twin._hand_off)
@@ -233,7 +215,7 @@ class TranslatedCache(Cache):
         return self._report
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any):
-        """Append new states to a layer, translating its context first where that has not happened; see `Cache.update`."""
+        """Append new states to a layer, translating its context first where need be; see `Cache.update`."""
         if layer_idx == 0:
             if self._waiting is not None:
                 given = kwargs.get("kwargs") or kwargs
@@ -306,18 +288,12 @@ class TranslatedCache(Cache):
         position_ids: torch.Tensor | None,
         use_cache: bool | None,
     ) -> None:
-        """Refuse a forward pass of the target that would read the cache wrongly; see `hf_crosscache.guard`."""
-        length = self.get_seq_length()
-        if length and use_cache is False:
-            raise HandOffError("use_cache=False, although a filled cache was passed: leave it out, or the cache.")
-        check_mask(length, new_tokens, attention_mask)
+        """Refuse a forward pass that would read the cache wrongly; see `hf_crosscache.guard`."""
         waiting = self._waiting
-        if waiting is not None:
-            if attention_mask is None and position_ids is None and waiting.context.first_slots is not None:
-                raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
-            self._prompt.check_positions(waiting.context, new_tokens, input_ids, position_ids)
-            if self._on_error == "prefill":
-                self._translate_or_prefill()
+        context = None if waiting is None else waiting.context
+        self._prompt.check_step(self.get_seq_length(), context, new_tokens, input_ids, attention_mask, position_ids, use_cache)
+        if waiting is not None and self._on_error == "prefill":
+            self._translate_or_prefill()
         if self._waiting is None:
             self._widen(next((given.shape[0] for given in (input_ids, attention_mask, position_ids) if given is not None), 1))
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .cache import OnError, TranslatedCache
 from .compat import cache_argument, decoder_of, states_of
 from .errors import HandOffError
+from .placement import device_of
 from .translator import CacheTranslator
 
 
@@ -157,7 +158,7 @@ class HandoffSession:
         switched = time.perf_counter()
         before = attempt.cache.report().translation_seconds
         reached = attempt.cache.get_seq_length()
-        inputs = {"input_ids": self._input_ids.to(side.model.device)}
+        inputs = {"input_ids": self._input_ids.to(device_of(side.model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         settings = {**settings, "return_dict_in_generate": False}
         output = side.model.generate(**inputs, **settings, **cache_argument(attempt.cache))  # type: ignore[operator]
@@ -281,7 +282,7 @@ class HandoffSession:
 
     def _read(self, side: _Side, start: int, end: int) -> None:
         """Let a model read some positions behind its cache, without an answer."""
-        device = side.model.device
+        device = device_of(side.model)
         decoder_of(side.model)(
             input_ids=self._input_ids[:, start:end].to(device),
             attention_mask=torch.ones((1, end), dtype=torch.long, device=device),

@@ -102,6 +102,49 @@ class Prompt:
             )
         return new_tokens
 
+    def check_step(
+        self,
+        length: int,
+        context: Context | None,
+        new_tokens: int,
+        input_ids: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        use_cache: bool | None,
+    ) -> None:
+        """Refuse a forward pass behind a cache of some length that would read it wrongly; `context` is what waits to be read first, if any.
+
+        Raises:
+            HandOffError: it says what to pass.
+        """
+        if length and use_cache is False:
+            raise HandOffError("use_cache=False, although a filled cache was passed: leave it out, or the cache.")
+        if attention_mask is not None and attention_mask.shape[1] != length + new_tokens:
+            raise HandOffError(
+                f"The cache holds {length} positions and the target was given {new_tokens} tokens, but an attention mask of "
+                f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
+                "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
+            )
+        if context is None:
+            return
+        if attention_mask is None and position_ids is None and context.first_slots is not None:
+            raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
+        self.check_positions(context, new_tokens, input_ids, position_ids)
+
+    def check_growth(self, start: int, context: Context, source: SourceStates) -> None:
+        """Refuse a source cache that holds nothing behind the `start` positions of a cache, or other rows.
+
+        Raises:
+            HandOffError: it says which.
+        """
+        if context.length <= start:
+            raise HandOffError(
+                f"The source cache holds {source.length} positions, of which recompute_last = {source.length - context.length} are left to "
+                f"the target; the translated cache has {start} already. Let the source read on first."
+            )
+        if self.batch not in (None, source.batch_size):
+            raise HandOffError(f"The cache was made of {self.batch} sequences, the source cache holds {source.batch_size}.")
+
     def check_positions(self, context: Context, new_tokens: int, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
         """Refuse a first step that does not continue where the context ends, which transformers runs without a word.
 
@@ -159,20 +202,6 @@ class Prompt:
             return None
         row, column = differs.nonzero()[0].tolist()
         return row, column
-
-
-def check_mask(length: int, new_tokens: int, attention_mask: torch.Tensor | None) -> None:
-    """Refuse a mask `[B, m]` that does not cover a cache of some length and the tokens behind it.
-
-    Raises:
-        HandOffError: it covers more or less.
-    """
-    if attention_mask is not None and attention_mask.shape[1] != length + new_tokens:
-        raise HandOffError(
-            f"The cache holds {length} positions and the target was given {new_tokens} tokens, but an attention mask of "
-            f"{attention_mask.shape[1]}: {length + new_tokens} expected, since it covers both. Pass generate the whole prompt (context "
-            "included) with its mask, and no prefill_chunk_size on transformers before 5.23."
-        )
 
 
 def _spoken(expected: int | torch.Tensor) -> str:
