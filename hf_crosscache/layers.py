@@ -53,6 +53,7 @@ class _PendingStates:
         """Make the layer wait for a hand-off, whose slots follow those that the layer has."""
         self._translate()
         self._pending, self.is_initialized = hand_off, False
+        self.follow(hand_off)
 
     def follow(self, hand_off: PendingTranslation) -> None:
         """Note how long a hand-off is that the layer waits for."""
@@ -164,10 +165,6 @@ class TranslatedSlidingLayer(_PendingStates, DynamicSlidingWindowLayer):
     def __init__(self, layer_idx: int, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window)
         self._layer_idx = layer_idx
-
-    def wait_for(self, hand_off: PendingTranslation) -> None:
-        super().wait_for(hand_off)
-        self.follow(hand_off)
 
     def follow(self, hand_off: PendingTranslation) -> None:
         self.cumulative_length = hand_off.length

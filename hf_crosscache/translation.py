@@ -137,7 +137,7 @@ class PendingTranslation:
         if layer_idx not in self._ready:
             dtype, room = (self.dtype, 0) if like is None else (like.dtype, like.shape[2] if self.start == 0 else 0)
             device = self._device_of(layer_idx) if like is None else like.device
-            run = next(run for run in self.runs if layer_idx in run)
+            run = self._run_of(layer_idx)
             self._translate(self._group(run, layer_idx, self._at_once(layer_idx, dtype, device)), dtype, room, device)
         if self._unchecked and (like is None or layer_idx == self._unchecked[-1][0][-1]):
             self.check_states()
@@ -167,6 +167,9 @@ class PendingTranslation:
         shape = self.translator.target.geometry.layers[layer_idx]
         layer_bytes = 2 * self.source.batch_size * shape.num_key_value_heads * self.kept(layer_idx) * shape.head_dim * dtype.itemsize
         return max(1, _GROUP_BYTES // max(layer_bytes, 1))
+
+    def _run_of(self, layer_idx: int) -> range:
+        return next(run for run in self.runs if layer_idx in run)
 
     def _group(self, run: range, first: int, at_once: int) -> range:
         """The pending layers of one run from `first` on, at most so many."""
@@ -214,7 +217,7 @@ class PendingTranslation:
             position_ids = self.translator.position_ids(self.length, device)[:, begin:]
         else:
             position_ids = context.position_ids[:, begin:]
-        among = next(run for run in self.runs if layers.start in run)
+        among = self._run_of(layers.start)
         flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
         return self._flag_wild(layers, out, flags)
 
