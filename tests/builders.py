@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 
 import torch
@@ -173,6 +174,13 @@ def identity_translator(model: PreTrainedModel, **changes) -> CacheTranslator:
         zeros = torch.zeros(heads, dim)
         maps.append(LayerMap(blocks, torch.eye(dim).repeat(heads, 1, 1), zeros, zeros))
     return CacheTranslator(identity, identity, tuple(maps), tuple(maps), **changes)
+
+
+@functools.cache
+def a_model(family: str) -> tuple[PreTrainedModel, CacheTranslator]:
+    """A tiny model and its exact translator to itself, shared by the tests that change neither."""
+    model = tiny_model(family)
+    return model, identity_translator(model)
 
 
 def planted_twin(model: LlamaForCausalLM, seed: int = 0) -> tuple[LlamaForCausalLM, list[list[int]]]:

@@ -6,21 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import generate, identity_translator, random_ids, tiny_model
+from builders import a_model, generate, random_ids
 
 from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import cache_argument, prefill
 from hf_crosscache.errors import HandOffError, HandOffWarning
 
 FAMILIES = ["llama", "gemma3"]
-_MODELS = {}
-
-
-def a_model(family):
-    if family not in _MODELS:
-        model = tiny_model(family)
-        _MODELS[family] = model, identity_translator(model)
-    return _MODELS[family]
 
 
 def with_reach(translator, size):

@@ -4,21 +4,12 @@ import copy
 
 import pytest
 import torch
-from builders import identity_translator, random_ids, tiny_model
+from builders import a_model, random_ids
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import cache_argument, prefill
-
-_MODELS = {}
-
-
-def a_model(family):
-    if family not in _MODELS:
-        model = tiny_model(family)
-        _MODELS[family] = model, identity_translator(model)
-    return _MODELS[family]
 
 
 def handed_over(family, tokens=20, **changes):
