@@ -1,10 +1,11 @@
 """Carry a conversation's KV cache from one language model to another."""
 
 from .cache import TranslatedCache
-from .calibration import Calibration, fit_translator
+from .calibration import Calibration
 from .errors import CrossCacheError
 from .evaluation import Evaluation, evaluate_translator
 from .fitter import TranslatorFitter
+from .fitting import fit_translator
 from .geometry import CacheGeometry
 from .handoff import HandoffSession
 from .moments import WeightedMoments

@@ -13,9 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from .errors import ArtefactError
+from .features import NativeFeatures
 from .identity import ModelIdentity
 from .maps import LayerMap, SourceHead
-from .translator import CacheTranslator, Opening
+from .native_states import Opening
+from .translator import CacheTranslator
 
 CONFIG, TENSORS = "translator_config.json", "translator.safetensors"
 _FORMAT = 1
@@ -30,6 +32,8 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
     tensors: dict[str, torch.Tensor] = {}
     for role in _ROLES:
         for layer_idx, layer_map in enumerate(getattr(translator, role)):
+            if layer_map is None:
+                continue
             name = f"layers.{layer_idx}.{role}"
             tensors[f"{name}.weight"] = layer_map.weight.to(dtype)
             tensors[f"{name}.mean_x"] = layer_map.mean_x
@@ -41,13 +45,17 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
         for layer_idx, pair in enumerate(zip(translator.opening.keys, translator.opening.values, strict=True)):
             for role, states in zip(_ROLES, pair, strict=True):
                 tensors[f"opening.{layer_idx}.{role}"] = states
+    features = translator.features
+    if features is not None:
+        tensors["features.mean"], tensors["features.projection"] = features.mean, features.projection
     config = {
         "format": _FORMAT,
         "source": translator.source.to_dict(),
         "target": translator.target.to_dict(),
         "sink_tokens": translator.sink_tokens,
         "opening_ids": None if translator.opening is None else list(translator.opening.token_ids),
-        "blocks": {role: [layer_map.blocks for layer_map in getattr(translator, role)] for role in _ROLES},
+        "native_layers": translator.native_layers,
+        "blocks": {role: [None if maps is None else maps.blocks for maps in getattr(translator, role)] for role in _ROLES},
         "summary": translator.summary,
     }
     save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
@@ -75,7 +83,9 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
     target = ModelIdentity.from_dict(config["target"])
     maps = {
         role: tuple(
-            LayerMap(
+            None
+            if blocks is None
+            else LayerMap(
                 tuple(tuple(SourceHead(*block) for block in heads) for heads in blocks),
                 tensor(f"layers.{i}.{role}.weight").float(),
                 tensor(f"layers.{i}.{role}.mean_x"),
@@ -85,7 +95,9 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         )
         for role in _ROLES
     }
-    opening = None
+    features, opening = None, None
+    if config.get("native_layers"):  # which earlier releases did not write
+        features = NativeFeatures(config["native_layers"], tensor("features.mean"), tensor("features.projection"))
     if config["opening_ids"] is not None:
         states = {role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES}
         opening = Opening(tuple(config["opening_ids"]), states["keys"], states["values"])
@@ -99,6 +111,7 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         r2={role: tensor(f"r2.{role}") for role in _ROLES if f"r2.{role}" in tensors},
         reach={role: tensor(f"reach.{role}") for role in _ROLES if f"reach.{role}" in tensors},
         summary=config["summary"],
+        features=features,
     )
 
 

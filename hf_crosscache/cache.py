@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from . import first_tokens
+from . import first_layers, first_tokens
 from .compat import cache_argument, decoder_of, states_of
 from .context import Context
 from .errors import HandOffError, HandOffWarning
 from .export import dynamic_cache, static_cache
+from .first_layers import FirstLayers
 from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
 from .layers import TranslatedLayer, TranslatedSlidingLayer
+from .native_states import NativeStates
 from .placement import device_of, layer_devices
 from .prompt import Prompt
 from .source import SourceStates
 from .translation import PendingTranslation
-from .translator import CacheTranslator, NativeStates
+from .translator import CacheTranslator
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -101,10 +103,12 @@ class TranslatedCache(Cache):
         self._report = HandOffReport(left_to_target=source.length - context.length)
         with self._report.native_work.on(source.device if target_model is None else device_of(target_model)):
             sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
+            first = self._first_layers(translator, context)
         self._dtype = source.dtype if target_model is None else target_model.dtype
         self._fill(translator.target.geometry, target_model, keep_window)
         self._report.native_tokens = 0 if sinks is None else sinks.length
-        self._wait_for(source, translator, context, sinks)
+        self._report.native_layers = translator.native_layers
+        self._wait_for(source, translator, context, sinks, first)
 
     def _fill(self, geometry: CacheGeometry, target_model: PreTrainedModel | None, keep_window: bool) -> None:
         """Make the layers, empty."""
@@ -118,12 +122,31 @@ class TranslatedCache(Cache):
         if target_model is not None:
             guard(target_model)
 
+    def _first_layers(self, translator: CacheTranslator, context: Context, start: int = 0) -> FirstLayers | None:
+        """Let the target run its first layers over the slots from `start` on, where the translator leaves any to it."""
+        if translator.native_layers == 0 or context.length <= start:
+            return None
+        model = self._target_model
+        if model is None or self._prompt.input_ids is None:
+            raise HandOffError(
+                f"The first {translator.native_layers} layers are the target's own (native_layers of the translator): pass target_model= "
+                "and input_ids=, so that it can run them."
+            )
+        past = [layer.plain() for layer in self._translated[: translator.native_layers]] if start else None
+        return first_layers.run(model, translator.native_layers, self._prompt.inputs(start, context, device_of(model)), past)
+
     def _wait_for(
-        self, source: SourceStates, translator: CacheTranslator, context: Context, sinks: NativeStates | None = None, start: int = 0
+        self,
+        source: SourceStates,
+        translator: CacheTranslator,
+        context: Context,
+        sinks: NativeStates | None = None,
+        first: FirstLayers | None = None,
+        start: int = 0,
     ) -> None:
         """Let all layers wait for a hand-off of the slots from `start` on."""
         kept = None if self._windows is None else tuple(None if window is None else window - 1 for window in self._windows)
-        placed = {"windows": kept, "devices": self._devices, "whole": self._on_error == "prefill"}
+        placed = {"windows": kept, "devices": self._devices, "first": first, "whole": self._on_error == "prefill"}
         self._hand_off = PendingTranslation(source, translator, context, sinks, self._dtype, start=start, **placed)
         self._report.follow(self._hand_off)
         for layer in self._translated:
@@ -191,7 +214,9 @@ class TranslatedCache(Cache):
         self.translate()
         self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
         self._report.left_to_target = source.length - context.length
-        self._wait_for(source, translator, context, start=start)
+        with self._report.native_work.on(source.device):
+            first = self._first_layers(translator, context, start)
+        self._wait_for(source, translator, context, first=first, start=start)
         return self
 
     def fork(self) -> Self:

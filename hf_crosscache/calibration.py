@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from .compat import prefill, states_of
 from .errors import CalibrationError, IdentityError
-from .fitter import Split, Support, TranslatorFitter
+from .features import FeatureLayers, NativeFeatures
+from .first_layers import attention_input
+from .fitter import Split
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
+from .native_states import Opening
 from .placement import device_of
 from .rope import to_half_split
 from .states import LayerStates, PairedStates
 from .texts import enough, read_documents, token_windows
-from .translator import CacheTranslator, Opening, all_layers
-
-_LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
 
 
 class Calibration:
@@ -40,6 +41,7 @@ class Calibration:
         window: tokens of one window; positions beyond it are served by the same maps, since they see no positions.
         batch_size: windows that the models read at once.
         sink_tokens: leading positions of a window that are left out of the fit, because they are never translated.
+        native_layers: how many of its first layers the target will run itself, whose hidden state the maps of the others read.
 
     Raises:
         UnsupportedModelError: a model would be translated wrongly.
@@ -59,6 +61,7 @@ class Calibration:
         window: int = 512,
         batch_size: int = 8,
         sink_tokens: int = 4,
+        native_layers: int = 0,
         seed: int = 0,
     ) -> None:
         if source_tokenizer is not None and not same_tokenizer(source_tokenizer, tokenizer):
@@ -79,7 +82,11 @@ class Calibration:
         self.windows = {
             split: token_windows(documents, tokenizer, split=split, length=window, count=count, seed=seed) for split, count in sizes.items()
         }
-        self.batch_size, self.sink_tokens, self.window = batch_size, sink_tokens, window
+        if not 0 <= native_layers < len(self.target.geometry):
+            raise CalibrationError(
+                f"native_layers = {native_layers}: 0 to {len(self.target.geometry) - 1} of the target's layers expected."
+            )
+        self.batch_size, self.sink_tokens, self.window, self.native_layers = batch_size, sink_tokens, window, native_layers
         self.documents = len(documents)
 
     @property
@@ -87,20 +94,27 @@ class Calibration:
         """Tokens of both splits that the fit may use."""
         return sum(windows.numel() for windows in self.windows.values())
 
-    def states(self, description: str, tokens: int | None = None) -> Iterator[tuple[PairedStates, Split]]:
+    def states(
+        self, description: str, tokens: int | None = None, features: NativeFeatures | None = None
+    ) -> Iterator[tuple[PairedStates, Split]]:
         """Yield the paired states of every batch of windows, with the split it belongs to.
 
         Args:
             description: what the progress bar says.
             tokens: stop after about so many tokens, the splits in proportion; None for all.
+            features: to lay out as further layers of the source.
         """
         share = 1.0 if tokens is None else min(1.0, tokens / self.tokens)
         counts = {split: max(1, round(share * len(windows))) for split, windows in self.windows.items()}
         total = sum(counts.values()) * self.window
+        joined = None if features is None else FeatureLayers(features, self.source.geometry)
         with tqdm(total=total, desc=description, unit="tok", unit_scale=True) as bar:
             for split in ("fit", "validation"):
                 for batch in self.windows[split][: counts[split]].split(self.batch_size):
-                    yield self._paired(batch), split
+                    paired = self.paired(batch)
+                    if joined is not None:
+                        paired = replace(paired, source=joined.behind(paired.source, paired.hidden))
+                    yield paired, split
                     bar.update(batch.numel())
 
     def opening(self) -> Opening | None:
@@ -117,13 +131,27 @@ class Calibration:
             tuple(values.cpu() for _, values in states_of(cache)),
         )
 
-    def _paired(self, batch: torch.Tensor) -> PairedStates:
-        device = device_of(self.target_model)
-        sides = []
-        for model, identity in ((self.source_model, self.source), (self.target_model, self.target)):
-            cache, _ = prefill(model, batch.to(device_of(model)))
-            sides.append(layer_states(cache, identity.geometry, self.sink_tokens, device))
-        return PairedStates(*sides)
+    def read(self, ids: torch.Tensor) -> tuple[DynamicCache, DynamicCache, torch.Tensor | None]:
+        """Let both models read some tokens `[B, T]`.
+
+        Returns:
+            the source's cache, the target's, and what the attention of its last native layer read, `[B, T, F]`, where there is one.
+        """
+        source, _ = prefill(self.source_model, ids.to(device_of(self.source_model)))
+        sees = attention_input(self.target_model, self.native_layers - 1) if self.native_layers else nullcontext([])
+        with sees as seen:
+            target, _ = prefill(self.target_model, ids.to(device_of(self.target_model)))
+        return source, target, seen[0] if seen else None
+
+    def paired(self, batch: torch.Tensor) -> PairedStates:
+        """The states of both models on some windows `[B, T]`, but for the first `sink_tokens`."""
+        device, skip = device_of(self.target_model), self.sink_tokens
+        source, target, hidden = self.read(batch)
+        return PairedStates(
+            layer_states(source, self.source.geometry, skip, device),
+            layer_states(target, self.target.geometry, skip, device),
+            hidden=None if hidden is None else hidden[:, skip:].to(device),
+        )
 
 
 def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None) -> LayerStates:
@@ -135,77 +163,3 @@ def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device
     keys = [to_half_split(k, table.rotary_dim) if table.interleaved else k for k, table in zip(keys, geometry.rotary, strict=True)]
     position_ids = torch.arange(skip, cache.get_seq_length(), dtype=torch.int32, device=keys[0].device)[None]
     return LayerStates(keys, values, geometry.rotary, position_ids)
-
-
-def fit_translator(
-    calibration: Calibration,
-    *,
-    support: Support = "head",
-    k: int = 8,
-    candidates: int | None = None,
-    layers_per_pass: int | None = None,
-) -> CacheTranslator:
-    """Fit a translator from calibration texts.
-
-    The models read the texts once to screen source heads (a few windows), once for the joint moments. A pair whose moments do not fit
-    in memory is fitted in passes over its target layers, at the cost of another reading a pass.
-
-    Args:
-        support: "head": each target head reads its k best source heads; "full": all heads of the k best source layers.
-        k: how many source heads, or layers.
-        candidates: blocks kept by the screening for forward selection, None for 1.5 k; k selects nothing.
-        layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
-
-    Returns:
-        A translator on the CPU, with held-out R2 and a summary of the fit.
-    """
-    started = time.perf_counter()
-    source, target = calibration.source.geometry, calibration.target.geometry
-    plan = TranslatorFitter(source, target, support=support, k=k, candidates=candidates)
-    if layers_per_pass is None:
-        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model))
-    passes = [range(start, min(start + layers_per_pass, len(target))) for start in range(0, len(target), layers_per_pass)]
-    fitted = []
-    for number, layers in enumerate(passes, 1):
-        of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
-        fitter = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=layers)
-        if fitter.needs_screening:
-            enough = min(_MOST_SCREENING, max(_LEAST_SCREENING, calibration.tokens // 4))
-            for states, split in calibration.states(f"screen{of}", enough):
-                fitter.screen(states, split)
-            fitter.choose_candidates()
-        for states, split in calibration.states(f"fit{of}"):
-            fitter.update(states, split)
-        fitted.append(fitter.fit())
-    return CacheTranslator(
-        source=calibration.source,
-        target=calibration.target,
-        keys=all_layers([maps.keys for maps in fitted]),
-        values=all_layers([maps.values for maps in fitted]),
-        sink_tokens=calibration.sink_tokens,
-        opening=calibration.opening(),
-        r2={role: torch.cat([maps.r2[role] for maps in fitted]) for role in ("keys", "values")},
-        reach={role: torch.cat([maps.reach[role] for maps in fitted]) for role in ("keys", "values")},
-        summary={
-            "support": support,
-            "k": k,
-            "candidates": plan.candidates,
-            "alpha": [maps.alpha for maps in fitted],
-            "tokens": calibration.tokens,
-            "window": calibration.window,
-            "windows": {split: len(windows) for split, windows in calibration.windows.items()},
-            "documents": calibration.documents,
-            "r2": {role: torch.cat([maps.r2[role] for maps in fitted]).mean().item() for role in ("keys", "values")},
-            "fit_seconds": round(time.perf_counter() - started, 1),
-            "device": torch.cuda.get_device_name() if calibration.target_model.device.type == "cuda" else "cpu",
-        },
-    )
-
-
-def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
-    """Target layers whose statistics fill at most half of the free memory; the solver works beside them."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
-    needed = max(plan.moments_bytes().values())
-    if needed <= free // 2:
-        return len(plan.target)
-    return max(1, len(plan.target) * (free // 2) // needed)

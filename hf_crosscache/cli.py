@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from . import artefact, benchmark, demo, ops, report
 from .cache import TranslatedCache
-from .calibration import Calibration, fit_translator
+from .calibration import Calibration
 from .compat import cache_argument, prefill
 from .errors import CrossCacheError
 from .evaluation import evaluate_translator
+from .fitting import fit_translator
 from .geometry import CacheGeometry
 from .translator import CacheTranslator
 

@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar
 
 from .cache import TranslatedCache
-from .calibration import Calibration, fit_translator
+from .calibration import Calibration
 from .compat import cache_argument, prefill
 from .errors import CalibrationError
 from .evaluation import evaluate_translator
+from .fitting import fit_translator
 from .report import results_table
 from .texts import read_documents, token_windows
 

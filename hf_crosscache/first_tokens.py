@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 from .compat import prefill, states_of
 from .context import Context
 from .errors import HandOffError
+from .native_states import NativeStates
 from .placement import device_of
 from .prompt import Prompt
-from .translator import CacheTranslator, NativeStates
+from .translator import CacheTranslator
 
 
 def of(

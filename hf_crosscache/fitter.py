@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from . import features as native_features
 from . import ops, ridge
 from .errors import CalibrationError, GeometryError
 from .geometry import CacheGeometry
@@ -49,6 +50,7 @@ class TranslatorFitter:
         k: source heads ("head") or source layers ("full") that a target reads.
         candidates: how many blocks `screen` keeps for the forward selection; k keeps the k best single blocks and selects nothing.
         target_layers: the target layers to fit, None for all; a large pair is fitted in passes over them.
+        features: how many native features every target head reads beside its k; they lie in further layers of the source states.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TranslatorFitter:
         k: int = 8,
         candidates: int | None = None,
         target_layers: Iterable[int] | None = None,
+        features: int = 0,
     ) -> None:
         if support not in ("head", "full"):
             raise GeometryError(f"support is 'head' or 'full', not {support!r}.")
@@ -71,7 +74,7 @@ class TranslatorFitter:
         if not 1 <= k <= available:
             unit = "heads" if support == "head" else "layers"
             raise GeometryError(f"k = {k} source {unit} asked for; the source has {available}.")
-        self.k = k
+        self.k, self.features = k, features
         wanted = (3 * k) // 2 if candidates is None else candidates
         self.candidates = available if k == available else min(max(wanted, k), available)
         self._roles = {role: _RoleFitter(self) for role in ("keys", "values")}
@@ -130,8 +133,8 @@ class TranslatorFitter:
         width = source_dim if self.support == "head" else source_heads * source_dim
         units = len(self.source) * (source_heads if self.support == "head" else 1)
         screening = 0 if self.candidates == units else units * width * (width + outputs)
-        inputs = self.candidates * width
-        if self.candidates == units:
+        inputs = self.candidates * width + -(-self.features // width) * width
+        if self.k == units:
             moments = inputs * (inputs + outputs)
         else:
             groups = len(self.target_layers) * (target_heads if self.support == "head" else 1)
@@ -161,19 +164,25 @@ class _RoleFitter:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        heads = range(plan.source.layers[0].num_key_value_heads)
-        layers = range(len(plan.source))
+        shape = plan.source.layers[0]
+        heads = range(shape.num_key_value_heads)
+        self.own = len(plan.source) * (len(heads) if plan.support == "head" else 1)  # blocks of the source; those of features follow
         if plan.support == "head":
-            self.blocks = [(SourceHead(layer, head),) for layer in layers for head in heads]
+            count = self.own + native_features.heads_of(plan.features, shape)
+            self.blocks = [(SourceHead(i // len(heads), i % len(heads)),) for i in range(count)]
         else:
+            layers = range(self.own + native_features.layers_of(plan.features, shape))
             self.blocks = [tuple(SourceHead(layer, head) for head in heads) for layer in layers]
+        self.given = len(self.blocks) - self.own
         self.block_width = len(self.blocks[0]) * plan.source.layers[0].head_dim
-        self.everything = plan.candidates == len(self.blocks)
+        self.everything = plan.k == self.own
         if self.everything:  # every target reads every block: one regression with all the outputs side by side
             self.candidates = torch.arange(len(self.blocks))[None]
+        elif plan.candidates == self.own:
+            self.candidates = torch.arange(len(self.blocks)).expand(self._target_heads(together=False).shape[0], -1)
 
     def screen(self, source: RoleStates, target: RoleStates, sample_weight: torch.Tensor | None, split: Split) -> None:
-        each_block = torch.arange(len(self.blocks))[:, None]
+        each_block = torch.arange(self.own)[:, None]
         self._accumulate(self._screening, each_block, self._target_heads(together=True), source, target, sample_weight, split)
 
     def choose_candidates(self) -> None:
@@ -182,7 +191,9 @@ class _RoleFitter:
         fit, validation = _both(self._screening)
         solution = ridge.solve(fit, _SCREENING_ALPHA)
         scores = ridge.r2(solution, validation, self._group_width())  # [U, G]
-        self.candidates = scores.topk(self.plan.candidates, dim=0).indices.T.sort(1).values
+        best = scores.topk(self.plan.candidates, dim=0).indices.T.sort(1).values
+        always = torch.arange(self.own, self.own + self.given, device=best.device)
+        self.candidates = torch.cat([best, always.expand(len(best), -1)], dim=1)
         self._screening.clear()
 
     def update(self, source: RoleStates, target: RoleStates, sample_weight: torch.Tensor | None, split: Split) -> None:
@@ -256,7 +267,7 @@ class _RoleFitter:
             fit_chunk, validation_chunk = fit.groups(some), validation.groups(some)
             candidates = self.candidates[some].to(fit.sum_x.device)
             if self.plan.k < self.plan.candidates:
-                kept = ridge.greedy_select(fit_chunk, validation_chunk, self.block_width, self.plan.k, _SCREENING_ALPHA)
+                kept = ridge.greedy_select(fit_chunk, validation_chunk, self.block_width, self.plan.k, _SCREENING_ALPHA, self.given)
                 within = torch.arange(self.block_width, device=kept.device)
                 columns = (kept[:, :, None] * self.block_width + within).flatten(1)
                 fit_chunk, validation_chunk = fit_chunk.select_inputs(columns), validation_chunk.select_inputs(columns)

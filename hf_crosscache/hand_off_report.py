@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .translation import PendingTranslation, Stopwatch
+from .stopwatch import Stopwatch
+from .translation import PendingTranslation
 
 
 @dataclass
@@ -13,11 +14,13 @@ class HandOffReport:
     """What a `TranslatedCache` was filled with; positions are of one row.
 
     native_tokens: first positions that the target read itself.
+    native_layers: first layers that the target ran itself over the rest of the context.
     left_to_target: last context positions that were left out for the target to read.
     fallen_back_tokens: positions that the target read itself because translation failed; fallback_reason names the layer.
     """
 
     native_tokens: int = 0
+    native_layers: int = 0
     left_to_target: int = 0
     fallen_back_tokens: int = 0
     fallback_reason: str | None = None
@@ -43,7 +46,7 @@ class HandOffReport:
 
     @property
     def native_seconds(self) -> float:
-        """Of the target's own passes: first positions and fallbacks."""
+        """Of the target's own passes: first positions, first layers and fallbacks."""
         return self.native_work.seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,8 +54,8 @@ class HandOffReport:
         return {
             name: getattr(self, name)
             for name in (
-                "native_tokens", "translated_tokens", "left_to_target", "fallen_back_tokens", "fallback_reason", "translated_layers",
-                "native_seconds", "translation_seconds",
+                "native_tokens", "native_layers", "translated_tokens", "left_to_target", "fallen_back_tokens", "fallback_reason",
+                "translated_layers", "native_seconds", "translation_seconds",
             )
         }  # fmt: skip
 

@@ -62,7 +62,12 @@ def r2(solution: RidgeSolution, moments: WeightedMoments, head_dim: int) -> torc
     return 1 - error / variance.clamp_min(1e-30)
 
 
-def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k: int, alpha: float) -> torch.Tensor:
+def cholesky(moments: WeightedMoments, alpha: float) -> torch.Tensor:
+    """Return the lower factor of `sigma_xx` with its ridge, `[G, n, n]` float64; raises as `solve` does."""
+    return _cholesky(_penalised(moments.sigma_xx, alpha), alpha)
+
+
+def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k: int, alpha: float, given: int = 0) -> torch.Tensor:
     """Choose k of the input blocks by forward selection on held-out error.
 
     At each step every remaining block is tried beside the blocks already chosen, the ridge fitted on `fit`, the error measured on
@@ -72,10 +77,11 @@ def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k
     Args:
         block: width of one input block; the n inputs are n / block blocks side by side.
         k: number of blocks to choose.
+        given: how many of the last blocks are read in any case; they do not count towards k.
         alpha: relative ridge, as in `solve`.
 
     Returns:
-        `[G, k]` block indices, ascending.
+        `[G, k + given]` block indices, ascending.
     """
     a, c = _penalised(fit.sigma_xx, alpha), fit.sigma_xy
     h, hc = held_out.sigma_xx, held_out.sigma_xy
@@ -84,7 +90,7 @@ def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k
     everyone = torch.arange(groups, device=c.device)
     eye = torch.eye(block, dtype=a.dtype, device=a.device)
     chosen = torch.zeros(groups, count, dtype=torch.bool, device=a.device)
-    for _ in range(k):
+    for step in range(given + k):
         blocks = torch.arange(count, device=a.device)
         a_bb = a.view(groups, count, block, count, block)[:, blocks, :, blocks].transpose(0, 1)
         h_bb = h.view(groups, count, block, count, block)[:, blocks, :, blocks].transpose(0, 1)
@@ -92,6 +98,8 @@ def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k
         v = torch.cholesky_solve(c.unflatten(1, (count, block)), factor)
         gain = (v * (2 * hc.unflatten(1, (count, block)) - h_bb @ v)).sum((-1, -2))
         best = gain.masked_fill(chosen, -torch.inf).argmax(1)
+        if step < given:
+            best = torch.full_like(best, count - given + step)
         chosen[everyone, best] = True
         # Eliminate the chosen block: x_j <- x_j - x_b m_j and y <- y - x_b v for every other input j.
         a_b = a.unflatten(1, (count, block))[everyone, best]
@@ -104,7 +112,7 @@ def greedy_select(fit: WeightedMoments, held_out: WeightedMoments, block: int, k
         hc = hc - m_t @ hc_b - h_b.transpose(1, 2) @ v_b + m_t @ (h_bb_best @ v_b)
         cross = m_t @ h_b
         h = h - cross - cross.transpose(1, 2) + m_t @ (h_bb_best @ m)
-    return chosen.nonzero()[:, 1].view(groups, k)
+    return chosen.nonzero()[:, 1].view(groups, given + k)
 
 
 def _penalised(sigma_xx: torch.Tensor, alpha: float) -> torch.Tensor:

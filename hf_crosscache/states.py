@@ -76,8 +76,10 @@ class PairedStates:
     """The states of both models on the same tokens; row (b, t) of one belongs to row (b, t) of the other.
 
     sample_weight: `[B, T]` weight of each row, None for ones.
+    hidden: `[B, T, F]` what the attention of the target's last native layer read, where there is one.
     """
 
     source: LayerStates
     target: LayerStates
     sample_weight: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None

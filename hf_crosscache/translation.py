@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +10,12 @@ from . import ops
 from .compat import uncompiled
 from .context import Context
 from .errors import GeometryError, HandOffError
+from .features import as_layers, layers_of
+from .first_layers import FirstLayers
+from .native_states import NativeStates
 from .source import SourceStates
-from .translator import CacheTranslator, NativeStates
+from .stopwatch import Stopwatch
+from .translator import CacheTranslator
 
 _GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
 _WILD = 100.0  # times the largest root mean square that a dimension of the layer had in the fit
@@ -33,6 +34,7 @@ class PendingTranslation:
         start: slots that the target's layers hold already: only those behind are built.
         windows: of each target layer, how many trailing slots it keeps; None for all.
         devices: of each target layer, where it works; None for that of the source, or of the states that the layer is about to append.
+        first: the target's own first layers over the slots from `start` on, where the translator leaves any to the target.
         whole: translate all layers before the first is taken, so that none is used where another must not be.
     """
 
@@ -47,16 +49,18 @@ class PendingTranslation:
         start: int = 0,
         windows: tuple[int | None, ...] | None = None,
         devices: tuple[torch.device, ...] | None = None,
+        first: FirstLayers | None = None,
         whole: bool = False,
     ) -> None:
         self.source, self.translator, self.context, self.sinks, self.dtype = source, translator, context, sinks, dtype
-        self.start, self.windows, self.devices, self.whole = start, windows, devices, whole
+        self.start, self.windows, self.devices, self.first, self.whole = start, windows, devices, first, whole
         also = tuple(zip(windows or (None,) * len(translator.keys), devices or (None,) * len(translator.keys), strict=True))
         self.runs = translator.runs_of(also) if windows or devices else translator.runs
         self.work = Stopwatch()
         self.translated_layers = 0
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
+        self._features: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # as layers of the source, `[B, H, T, D]` from slot 0 on
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
@@ -188,9 +192,13 @@ class PendingTranslation:
             context = self.context.on(device)
             native = 0 if self.sinks is None or context.first_slots is not None else min(self.sinks.length, end)
             begin = max(start, native)
-            if begin < end:
+            if self.first is not None and layers.start < len(self.first.keys):
+                for at, layer_idx in enumerate(layers):
+                    for side, own in zip(states, (self.first.keys, self.first.values), strict=True):
+                        side[at, :, :, : end - start] = own[layer_idx][:, :, start - self.start : end - self.start]
+            elif begin < end:
                 flags = self._map(layers, context, begin, states[:, :, :, :, begin - start : end - start], device)
-            if self.sinks is not None:
+            if self.sinks is not None and layers.start >= self.translator.native_layers:
                 _place(self.sinks.stacked(layers, dtype, device), states[:, :, :, :, : end - start], start, context.first_slots)
             rest, built = self.source.without(layers), zip(states[0].unbind(), states[1].unbind(), strict=True)  # while the device works
         if flags is not None:
@@ -198,7 +206,7 @@ class PendingTranslation:
             if _reads_flags_at_once(device):
                 self.check_states()
         self.source = rest
-        self.translated_layers += len(layers)
+        self.translated_layers += 0 if layers.start < self.translator.native_layers else len(layers)
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
 
@@ -207,12 +215,16 @@ class PendingTranslation:
         read: set[int] = set()
         for layer_idx in layers:
             read |= self.translator.source_layers(layer_idx)
-        source = {layer: self.source.on(layer, device) for layer in read}
+        own = len(self.translator.source.geometry)
+        source = {layer: self.source.on(layer, device) for layer in read if layer < own}
         row = begin
         if context.source_rows is not None:
             slots = context.source_rows[:, None, begin:, None]
             source = {layer: (_gathered(keys, slots), _gathered(values, slots)) for layer, (keys, values) in source.items()}
             row = 0
+        if self.translator.features is not None:
+            rows = slice(None) if context.source_rows is None else slice(begin, self.length)
+            source |= {own + i: (panel[:, :, rows],) * 2 for i, panel in enumerate(self._feature_layers(device))}
         if context.position_ids is None:
             position_ids = self.translator.position_ids(self.length, device)[:, begin:]
         else:
@@ -220,6 +232,21 @@ class PendingTranslation:
         among = self._run_of(layers.start)
         flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
         return self._flag_wild(layers, out, flags)
+
+    def _feature_layers(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """The native features as layers of the source, with its shape and dtype; of the slots before `start` they say nothing."""
+        if device not in self._features:
+            features, first = self.translator.features, self.first
+            if features is None or first is None:
+                raise HandOffError("The translator reads the target's first layers: pass target_model= and input_ids=.")
+            shape = self.translator.source.geometry.layers[0]
+            hidden, end = first.hidden.to(device), self.start + first.hidden.shape[1]
+            rows = self.source.length if self.context.source_rows is None else end
+            size = (layers_of(features.width, shape), hidden.shape[0], shape.num_key_value_heads, rows, shape.head_dim)
+            panels = torch.empty(size, dtype=self.source.dtype, device=device)
+            as_layers(features.of(hidden), shape, panels[:, :, :, self.start : end])
+            self._features[device] = panels.unbind()
+        return self._features[device]
 
     def _flag_wild(self, layers: range, out: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """Add 2 to the flags of states that are far beyond what the fit saw of the target's own, at some positions."""
@@ -269,42 +296,6 @@ class PendingTranslation:
                 'model makes of a text; prefill the target natively, as on_error="prefill" does.'
             )
         return self._failure
-
-
-class Stopwatch:
-    """Seconds spent in some blocks of work; on CUDA those of the device, read when asked for."""
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
-        self._events: list[tuple[Any, Any]] = []
-
-    @contextmanager
-    def on(self, device: torch.device) -> Iterator[None]:
-        if device.type == "cuda":
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            events[0].record(torch.cuda.current_stream(device))
-            yield
-            events[1].record(torch.cuda.current_stream(device))
-            self._events.append(events)
-        else:
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
-
-    def fork(self) -> Stopwatch:
-        """Return one that goes on from here by itself."""
-        twin = Stopwatch(self._seconds)
-        twin._events = list(self._events)
-        return twin
-
-    @property
-    def seconds(self) -> float:
-        """Seconds so far; waits for the device."""
-        for begin, end in self._events:
-            end.synchronize()
-            self._seconds += begin.elapsed_time(end) / 1000
-        self._events.clear()
-        return self._seconds
 
 
 def _gathered(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

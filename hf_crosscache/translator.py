@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +11,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from . import features as native_features
 from . import ops
 from .errors import HandOffWarning
+from .features import NativeFeatures
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
-from .rope import NO_ROTATION, RotaryStack, strip_rope, to_half_split, to_interleaved
+from .native_states import Opening
+from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope, to_half_split, to_interleaved
 
 
 class StatesByLayer(Protocol):
@@ -26,75 +28,49 @@ class StatesByLayer(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class NativeStates:
-    """A target's own cache of some first positions.
-
-    keys, values: per layer `[B or 1, H, s, D]`.
-    """
-
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    _stacked: dict[Any, torch.Tensor] = field(init=False, repr=False, default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        return self.keys[0].shape[2]
-
-    def stacked(self, layers: range, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Keys and values of some layers of one shape, `[2, N, B or 1, H, s, D]`; kept, since those of an opening serve every hand-off."""
-        key = (layers, dtype, device)
-        if key not in self._stacked:
-            sides = (torch.stack([states[i].to(device, dtype) for i in layers]) for states in (self.keys, self.values))
-            self._stacked[key] = torch.stack(tuple(sides))
-        return self._stacked[key]
-
-
-@dataclass(frozen=True, eq=False)
-class Opening:
-    """The target's own cache of the tokens that every calibration text began with, such as a BOS.
-
-    token_ids: the tokens; keys, values: per layer `[1, H, len(token_ids), D]` as the target caches them.
-    """
-
-    token_ids: tuple[int, ...]
-    keys: tuple[torch.Tensor, ...]
-    values: tuple[torch.Tensor, ...]
-    _states: dict[int, NativeStates] = field(init=False, repr=False, default_factory=dict)
-
-    def states(self, length: int) -> NativeStates:
-        """The states of the first tokens."""
-        if length not in self._states:
-            first = (tuple(states[:, :, :length] for states in side) for side in (self.keys, self.values))
-            self._states[length] = NativeStates(*first)
-        return self._states[length]
-
-
-@dataclass(frozen=True, eq=False)
 class CacheTranslator:
     """Maps the pre-RoPE keys and values of a source model to those of a target model.
 
-    keys, values: one `LayerMap` a target layer.
+    keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
+    features: what every map reads beside source heads, as layers behind those of the source; None without native layers.
     sink_tokens: leading positions that the maps were not fitted on and must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
-    r2: role ("keys", "values") -> held-out share of variance explained, `[layers, heads]` of the target.
-    reach: role -> largest root mean square of a dimension of the target's states in the fit, `[layers]`; empty where it is not known.
+    r2: role ("keys", "values") -> held-out share of variance explained, `[layers, heads]` of the target; 1 for native layers.
+    reach: role -> largest root mean square of a dimension of the target's states in the fit, `[layers]`; empty where it is not known,
+        0 for native layers.
     summary: how the translator was fitted, and its held-out metrics once evaluated; JSON-ready.
     """
 
     source: ModelIdentity
     target: ModelIdentity
-    keys: tuple[LayerMap, ...]
-    values: tuple[LayerMap, ...]
+    keys: tuple[LayerMap | None, ...]
+    values: tuple[LayerMap | None, ...]
     sink_tokens: int = 4
     opening: Opening | None = None
     r2: dict[str, torch.Tensor] = field(default_factory=dict)
     reach: dict[str, torch.Tensor] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
+    features: NativeFeatures | None = None
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
 
+    @property
+    def native_layers(self) -> int:
+        """How many of its first layers the target runs itself."""
+        return 0 if self.features is None else self.features.native_layers
+
+    def maps(self, layer_idx: int) -> tuple[LayerMap, LayerMap]:
+        """The maps of keys and of values of a target layer that is translated."""
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        if keys is None or values is None:
+            raise IndexError(f"Target layer {layer_idx} is native: nothing is mapped to it.")
+        return keys, values
+
     def source_layers(self, layer_idx: int) -> frozenset[int]:
-        """The source layers that a target layer reads, for keys or values."""
-        return self.keys[layer_idx].source_layers | self.values[layer_idx].source_layers
+        """The source layers that a target layer reads, for keys or values; those of features lie behind the source's own."""
+        if layer_idx < self.native_layers:
+            return frozenset()
+        keys, values = self.maps(layer_idx)
+        return keys.source_layers | values.source_layers
 
     @cached_property
     def readers(self) -> dict[int, int]:
@@ -102,6 +78,8 @@ class CacheTranslator:
         read: dict[int, int] = {}
         for layer_idx in range(len(self.target.geometry)):
             for source in self.source_layers(layer_idx):
+                if source >= len(self.source.geometry):
+                    continue
                 read[source] = read.get(source, 0) | 1 << layer_idx
         return dict(sorted(read.items()))
 
@@ -114,7 +92,10 @@ class CacheTranslator:
         """The runs of target layers that agree in shape, and in what `also` says of each layer."""
         known = self._prepared.get(("runs", also))
         if known is None:
-            shapes = [(layer.num_key_value_heads, layer.head_dim, layer.rotary_dim) for layer in self.target.geometry.layers]
+            shapes = [
+                (layer.num_key_value_heads, layer.head_dim, layer.rotary_dim, layer_idx < self.native_layers)
+                for layer_idx, layer in enumerate(self.target.geometry.layers)
+            ]
             kinds = list(zip(shapes, also, strict=True)) if also else shapes
             starts = [i for i in range(len(kinds)) if i == 0 or kinds[i] != kinds[i - 1]]
             known = tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], len(kinds)], strict=True))
@@ -138,7 +119,8 @@ class CacheTranslator:
         Args:
             layers: the target layers, N of them.
             among: the layers whose maps lie beside theirs and are packed together for their device; None for the whole run.
-            source: source layer -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their RoPE, on one device.
+            source: source layer, or layer of features -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their
+                RoPE, on one device.
             source_position_ids, target_position_ids: int32 `[B or 1, T]`, where each model sees the tokens; all below `positions`.
             out_keys, out_values: `[N, B, H, T, D]`, written in full: keys rotated to their positions, in the target's dtype.
             begin: the row of the source states of the first of the T positions.
@@ -152,11 +134,11 @@ class CacheTranslator:
         pairs = [source[layer] for layer in maps.source_layers]
         keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         for at, layer in enumerate(maps.source_layers):
-            if self.source.geometry.rotary[layer].interleaved:
-                keys[at] = to_half_split(keys[at], self.source.geometry.rotary[layer].rotary_dim)
+            if self._source_tables[layer].interleaved:
+                keys[at] = to_half_split(keys[at], self._source_tables[layer].rotary_dim)
         rotary = self._source_rotary
         if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
-            tables = [self.source.geometry.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
+            tables = [self._source_tables[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
             rows = slice(begin, begin + source_position_ids.shape[1])
             keys = [strip_rope(states[:, :, rows], *table) for states, table in zip(keys, tables, strict=True)]
             values = [states[:, :, rows] for states in values]
@@ -199,7 +181,7 @@ class CacheTranslator:
         if key not in self._prepared:
             whole = self._prepared.get((among, dtype, device))
             if whole is None:
-                keys, values = ([maps[layer_idx] for layer_idx in among] for maps in (self.keys, self.values))
+                keys, values = zip(*map(self.maps, among), strict=True)
                 packed = PackedMaps.pack(keys, values, self.source.geometry.layers[0].head_dim, dtype, device)
                 whole = self._prepared[among, dtype, device] = self._with_tables(packed, among, device)
             if layers != among:
@@ -229,16 +211,26 @@ class CacheTranslator:
         return len({layer.num_key_value_heads for layer in self.source.geometry.layers}) > 1
 
     @cached_property
+    def _source_tables(self) -> tuple[RotaryTable, ...]:
+        """Those of the source's layers, and of the layers of features behind them."""
+        geometry = self.source.geometry
+        if self.features is None:
+            return geometry.rotary
+        unturned = native_features.rotary_of(geometry)
+        return (*geometry.rotary, *[unturned] * native_features.layers_of(self.features.width, geometry.layers[0]))
+
+    @cached_property
     def _source_rotary(self) -> RotaryStack | None:
-        tables = self.source.geometry.rotary
+        tables = self._source_tables
         return RotaryStack(tables) if len({table.rotary_dim for table in tables}) == 1 else None
 
     def to(self, device: torch.device | str) -> CacheTranslator:
         """Return the translator with its maps on a device, which should be that of the source cache."""
         return replace(
             self,
-            keys=tuple(layer_map.to(device) for layer_map in self.keys),
-            values=tuple(layer_map.to(device) for layer_map in self.values),
+            keys=tuple(layer_map and layer_map.to(device) for layer_map in self.keys),
+            values=tuple(layer_map and layer_map.to(device) for layer_map in self.values),
+            features=self.features and self.features.to(device),
         )
 
     def check(
@@ -320,8 +312,3 @@ class CacheTranslator:
         from .artefact import push
 
         return push(self, repo_id, private=private, dtype=dtype)
-
-
-def all_layers(maps: Sequence[Sequence[LayerMap]]) -> tuple[LayerMap, ...]:
-    """Join the maps of several passes over the target layers."""
-    return tuple(layer_map for some in maps for layer_map in some)

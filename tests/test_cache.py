@@ -11,7 +11,7 @@ from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import CACHE_ARGUMENT, cache_argument, prefill
 from hf_crosscache.errors import GeometryError, HandOffError, IdentityError
 from hf_crosscache.identity import weights_digest
-from hf_crosscache.translator import Opening
+from hf_crosscache.native_states import Opening
 
 
 def handed_over(model, ids, context=None, **changes):

@@ -8,9 +8,9 @@ from hf_crosscache import CacheGeometry, first_tokens
 from hf_crosscache.compat import prefill
 from hf_crosscache.context import Context
 from hf_crosscache.errors import HandOffError
+from hf_crosscache.native_states import Opening
 from hf_crosscache.prompt import Prompt
 from hf_crosscache.source import SourceStates
-from hf_crosscache.translator import Opening
 
 MODEL = tiny_model("llama")
 TRANSLATOR = identity_translator(MODEL)

@@ -10,8 +10,8 @@ from hf_crosscache import CacheTranslator
 from hf_crosscache.compat import prefill
 from hf_crosscache.errors import ArtefactError, CrossCacheError, GeometryError, IdentityError
 from hf_crosscache.maps import LayerMap, PackedMaps, SourceHead
+from hf_crosscache.native_states import Opening
 from hf_crosscache.rope import apply_rope, strip_rope
-from hf_crosscache.translator import Opening
 
 
 def random_map(heads=3, blocks=2, source_dim=4, dim=5, shared=False, seed=0):

@@ -15,7 +15,7 @@ from hf_crosscache.benchmark import Problem, Row, spread, versions
 from hf_crosscache.compat import cache_argument
 from hf_crosscache.identity import ModelIdentity
 from hf_crosscache.maps import LayerMap, SourceHead
-from hf_crosscache.translator import Opening
+from hf_crosscache.native_states import Opening
 
 PAIR, K, TOKENS, REPEATS = ("Qwen3-14B", "Qwen3-32B"), 4, 1024, 30
 

@@ -1,0 +1,116 @@
+"""One batch to one loss: the target's predictions behind a translated context, against those behind its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache
+
+from .calibration import Calibration, layer_states
+from .compat import cache_argument, states_of
+from .features import FeatureLayers
+from .placement import device_of
+from .states import LayerStates
+from .trainable import TrainableMaps
+from .translator import CacheTranslator
+
+_UNITS = 16  # windows that say the spread of every dimension
+_ROWS = 8  # windows scored at once
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What maps keep on held-out windows: KL(native || translated) in nats a token, and context recovered."""
+
+    kl: float
+    context_recovered: float
+
+
+class Distillation:
+    """A translator's two frozen models, and its maps on their way to better ones.
+
+    Args:
+        translator: where to begin.
+        calibration: of its models, with its native layers.
+    """
+
+    def __init__(self, translator: CacheTranslator, calibration: Calibration) -> None:
+        self.calibration, self.sinks, self.target = calibration, calibration.sink_tokens, calibration.target_model
+        self.device = device_of(self.target)
+        geometry = calibration.source.geometry
+        self.features = None if translator.features is None else FeatureLayers(translator.features.to(self.device), geometry)
+        paired = calibration.paired(calibration.windows["fit"][:_UNITS])
+        source = paired.source if self.features is None else self.features.behind(paired.source, paired.hidden)
+        self.maps = TrainableMaps(translator.to(self.device), source, paired.target)
+        self._without_context: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def loss(self, ids: torch.Tensor, context: int) -> torch.Tensor:
+        """KL(native || translated) of the target's predictions behind a context, mean over windows and positions, in nats.
+
+        Args:
+            ids: `[B, T]` windows.
+            context: how many of their tokens are translated; what the target predicts behind them counts.
+        """
+        source, native, logits = self._read(ids, context)
+        translated = self._predict(ids[:, context:], self._translated(source, native))
+        return _divergence(logits, translated).mean()
+
+    @torch.no_grad()
+    def check(self, windows: torch.Tensor, context: int) -> HeldOut:
+        """Measure the maps as they are on some windows `[n, T]`, whose first `context` tokens are translated."""
+        kl, nll = [], []
+        for ids in windows.split(_ROWS):
+            source, native, logits = self._read(ids, context)
+            translated = self._predict(ids[:, context:], self._translated(source, native))
+            kl.append(_divergence(logits, translated).mean(1))
+            nll.append(_nll(translated, ids[:, context:]))
+        worst, best = self._bounds(windows, context)
+        return HeldOut(torch.cat(kl).mean().item(), (worst - torch.cat(nll).mean().item()) / (worst - best))
+
+    def _bounds(self, windows: torch.Tensor, context: int) -> tuple[float, float]:
+        """NLL without the context, and with the target's own reading of it."""
+        key = (windows.data_ptr(), context)
+        if key not in self._without_context:
+            worst = [_nll(self._predict(ids[:, context:], DynamicCache()), ids[:, context:]) for ids in windows.split(_ROWS)]
+            best = [_nll(self._read(ids, context)[2], ids[:, context:]) for ids in windows.split(_ROWS)]
+            self._without_context[key] = torch.cat(worst).mean().item(), torch.cat(best).mean().item()
+        return self._without_context[key]
+
+    @torch.no_grad()
+    def _read(self, ids: torch.Tensor, context: int) -> tuple[LayerStates, Sequence[Sequence[torch.Tensor]], torch.Tensor]:
+        """What the source makes of a context, features behind; the target's own states of it; its logits behind it, `[B, q, vocab]`."""
+        cache, own, hidden = self.calibration.read(ids[:, :context])
+        source = layer_states(cache, self.calibration.source.geometry, self.sinks, self.device)
+        if self.features is not None and hidden is not None:
+            source = self.features.behind(source, hidden[:, self.sinks :].to(self.device))
+        native = states_of(own)
+        return source, native, self._predict(ids[:, context:], own)
+
+    def _translated(self, source: LayerStates, native: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:
+        """The target's cache as it is served: first tokens and native layers its own, the rest translated; gradients flow to the maps."""
+        position_ids = torch.arange(self.sinks, native[0][0].shape[2], device=self.device)[None]
+        mapped = self.maps(source, position_ids, self.target.dtype)
+        cache = DynamicCache()
+        for layer_idx, pair in enumerate(native):
+            if layer_idx in mapped:
+                pair = [torch.cat([own[:, :, : self.sinks], new], 2) for own, new in zip(pair, mapped[layer_idx], strict=True)]
+            cache.update(*pair, layer_idx)
+        return cache
+
+    def _predict(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+        return self.target(ids.to(self.device), use_cache=True, **cache_argument(cache)).logits
+
+
+def _divergence(native: torch.Tensor, translated: torch.Tensor) -> torch.Tensor:
+    """KL(native || translated) of each position, `[B, q]`."""
+    reference, arm = F.log_softmax(native.float(), dim=-1), F.log_softmax(translated.float(), dim=-1)
+    return F.kl_div(arm, reference, reduction="none", log_target=True).sum(-1)
+
+
+def _nll(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Mean NLL of all tokens but the first, `[B]`."""
+    labels = ids[:, 1:].to(logits.device)
+    return F.cross_entropy(logits[:, :-1].float().transpose(1, 2), labels, reduction="none").mean(1)

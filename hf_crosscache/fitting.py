@@ -1,0 +1,129 @@
+"""The closed form, from calibration texts to a translator: screen source heads, gather moments, solve."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from . import features
+from .calibration import Calibration
+from .features import NativeFeatures
+from .fitter import Support, TranslatorFitter
+from .moments import WeightedMoments
+from .placement import device_of
+from .translator import CacheTranslator
+
+_LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
+_ROLES = ("keys", "values")
+
+
+def fit_translator(
+    calibration: Calibration,
+    *,
+    support: Support = "head",
+    k: int = 8,
+    candidates: int | None = None,
+    native_features: int | None = None,
+    layers_per_pass: int | None = None,
+) -> CacheTranslator:
+    """Fit a translator from calibration texts.
+
+    The models read the texts once to screen source heads (a few windows), once for the joint moments, and a few windows once more to
+    choose native features. A pair whose moments do not fit in memory is fitted in passes over its target layers, at the cost of another
+    reading a pass.
+
+    Args:
+        calibration: the texts; its native_layers say how many of its first layers the target will run itself.
+        support: "head": each target head reads its k best source heads; "full": all heads of the k best source layers.
+        k: how many source heads, or layers.
+        candidates: blocks kept by the screening for forward selection, None for 1.5 k; k selects nothing.
+        native_features: with native layers, how many directions of the hidden state every map reads; None for all of them.
+        layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
+
+    Returns:
+        A translator on the CPU, with held-out R2 and a summary of the fit.
+    """
+    started = time.perf_counter()
+    source, target, native = calibration.source.geometry, calibration.target.geometry, calibration.native_layers
+    read = choose_features(calibration, native_features) if native else None
+    width = 0 if read is None else read.width
+    mapped = range(native, len(target))
+    plan = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=mapped, features=width)
+    if layers_per_pass is None:
+        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model))
+    passes = [mapped[start : start + layers_per_pass] for start in range(0, len(mapped), layers_per_pass)]
+    fitted = []
+    for number, layers in enumerate(passes, 1):
+        of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
+        fitter = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=layers, features=width)
+        if fitter.needs_screening:
+            for states, split in calibration.states(f"screen{of}", _enough(calibration), read):
+                fitter.screen(states, split)
+            fitter.choose_candidates()
+        for states, split in calibration.states(f"fit{of}", features=read):
+            fitter.update(states, split)
+        fitted.append(fitter.fit())
+    own = torch.ones(native, target.layers[0].num_key_value_heads)
+    return CacheTranslator(
+        source=calibration.source,
+        target=calibration.target,
+        keys=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.keys]),
+        values=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.values]),
+        sink_tokens=calibration.sink_tokens,
+        opening=calibration.opening(),
+        r2={role: torch.cat([own, *[maps.r2[role] for maps in fitted]]) for role in _ROLES},
+        reach={role: torch.cat([torch.zeros(native), *[maps.reach[role] for maps in fitted]]) for role in _ROLES},
+        features=read,
+        summary={
+            "support": support,
+            "k": k,
+            "candidates": plan.candidates,
+            "native_layers": native,
+            "native_features": width,
+            "alpha": [maps.alpha for maps in fitted],
+            "tokens": calibration.tokens,
+            "window": calibration.window,
+            "windows": {split: len(windows) for split, windows in calibration.windows.items()},
+            "documents": calibration.documents,
+            "r2": {role: torch.cat([maps.r2[role] for maps in fitted]).mean().item() for role in _ROLES},
+            "fit_seconds": round(time.perf_counter() - started, 1),
+            "device": torch.cuda.get_device_name() if calibration.target_model.device.type == "cuda" else "cpu",
+        },
+    )
+
+
+def choose_features(calibration: Calibration, width: int | None) -> NativeFeatures:
+    """Choose the directions of the hidden state in the target's last native layer that say most of the layers to be mapped.
+
+    Args:
+        width: how many; None for all, as many as the hidden state has.
+    """
+    moments: WeightedMoments | None = None
+    layers = range(calibration.native_layers, len(calibration.target.geometry))
+    for states, split in calibration.states("native features", _enough(calibration)):
+        if split != "fit" or states.hidden is None:
+            continue
+        outputs = []
+        for role in _ROLES:
+            target = states.target.of_role(role)
+            outputs += [target.stripped(i).float().transpose(1, 2).flatten(2).flatten(0, 1) for i in layers]
+        x, y = states.hidden.flatten(0, 1)[None].float(), torch.cat(outputs, dim=1)[None]
+        moments = moments or WeightedMoments.empty_like(x, y)
+        moments.update(x, y)
+    if moments is None:
+        raise RuntimeError("No hidden states: the calibration has no native layers.")
+    return NativeFeatures(calibration.native_layers, *features.project(moments, width or moments.sum_x.shape[1])).to("cpu")
+
+
+def _enough(calibration: Calibration) -> int:
+    return min(_MOST_SCREENING, max(_LEAST_SCREENING, calibration.tokens // 4))
+
+
+def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
+    """Target layers whose statistics fill at most half of the free memory; the solver works beside them."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
+    needed, layers = max(plan.moments_bytes().values()), len(plan.target_layers)
+    if needed <= free // 2:
+        return layers
+    return max(1, layers * (free // 2) // needed)

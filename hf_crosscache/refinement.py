@@ -1,0 +1,205 @@
+"""Refinement: distil the target's own predictions into a translator's maps; support and serving cost stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import reduce
+from tqdm.auto import tqdm
+
+from .calibration import Calibration
+from .distillation import Distillation, HeldOut
+from .errors import CalibrationError
+from .translator import CacheTranslator
+
+PROGRESS = "refinement.pt"
+_HELD_OUT = 64  # windows that choose the learning rate and the end
+_PILOT = 0.06  # of the steps, for each learning rate that is tried
+_CHECKS = 10  # looks at the held-out windows
+_PATIENCE = 3  # of them without a gain
+_WARM_UP = 20  # steps
+_LAST = 0.03  # of the learning rate, at the end
+_CLIP = 1.0  # norm of the gradient
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How to refine.
+
+    steps: of the optimiser, each on batch_size windows, of all processes together.
+    learning_rates: Adam's, in units of the spread of inputs and outputs; each is tried for some steps, and the one that does best on
+        held-out windows stays.
+    continuation: at most so many tokens behind a context are predicted.
+    least_context: a context ends at random, from here to the window's end less the continuation.
+    minutes: the learning rate comes down, and the run ends, after so long at the latest; None for no limit.
+    """
+
+    steps: int = 1000
+    batch_size: int = 32
+    learning_rates: Sequence[float] = (3e-4, 1e-3, 3e-3)
+    continuation: int = 128
+    least_context: int = 64
+    minutes: float | None = None
+    seed: int = 0
+
+
+def refine_translator(
+    translator: CacheTranslator, calibration: Calibration, settings: Refinement | None = None, *, folder: str | Path | None = None
+) -> CacheTranslator:
+    """Train a translator's maps so that the target predicts from a translated context what it predicts from its own.
+
+    The loss is KL(native || translated) of the target's next-token distributions over a continuation, in the setting that is served:
+    first tokens and native layers the target's own, all between translated, contexts of random length. Both models are frozen; the maps'
+    master weights are float32, their products run in the target's dtype. Held-out windows choose the learning rate and the end, and
+    the best maps seen on them are returned: those given, where none did better.
+
+    Under `accelerate launch` every process takes its share of each batch.
+
+    Args:
+        translator: as `fit_translator`, or another refinement, returned it.
+        calibration: of the same models, with the translator's native_layers.
+        folder: where progress is kept, to be taken up again by the same call; None keeps none.
+
+    Returns:
+        A translator on the CPU of the same support; `summary["refined"]` says how it came about, and what it gained on held-out windows.
+
+    Raises:
+        GeometryError, IdentityError: the models are not the translator's.
+        CalibrationError: the calibration has other native layers, or windows too short for a context and a continuation.
+    """
+    settings = settings or Refinement()
+    translator.check(source_model=calibration.source_model, target_model=calibration.target_model)
+    if calibration.native_layers != translator.native_layers:
+        raise CalibrationError(f"The translator has native_layers = {translator.native_layers}, Calibration {calibration.native_layers}.")
+    if calibration.window < settings.least_context + 2 or settings.least_context <= calibration.sink_tokens:
+        raise CalibrationError(
+            f"least_context = {settings.least_context}: more than sink_tokens = {calibration.sink_tokens} and less than the windows' "
+            f"{calibration.window} tokens expected."
+        )
+    return _Trainer(Distillation(translator, calibration), calibration, settings, folder and Path(folder) / PROGRESS).run(translator)
+
+
+class _Trainer:
+    """Pilots of each learning rate, then the run itself."""
+
+    def __init__(self, distillation: Distillation, calibration: Calibration, settings: Refinement, progress: Path | str | None) -> None:
+        self.distillation, self.maps, self.settings = distillation, distillation.maps, settings
+        self.windows = calibration.windows["fit"]
+        self.held_out = calibration.windows["validation"][:_HELD_OUT]
+        self.longest = max(settings.least_context, calibration.window - settings.continuation)
+        self.progress = None if not progress else Path(progress)
+        self.processes = PartialState()
+
+    def run(self, translator: CacheTranslator) -> CacheTranslator:
+        started = time.perf_counter()
+        before = self.check()
+        known = self._taken_up()
+        pilots = known["pilots"] if known else self._pilots()
+        rate = min(pilots, key=lambda rate: pilots[rate])
+        best, after, steps = self._train(rate, self.settings.steps, before, pilots, known, started)
+        self.maps.load_state_dict(best)
+        entry = {
+            "steps": steps,
+            "batch_size": self.settings.batch_size,
+            "learning_rate": rate,
+            "pilots": {f"{rate:g}": kl for rate, kl in pilots.items()},
+            "processes": self.processes.num_processes,
+            "seconds": round(time.perf_counter() - started, 1),
+            "held_out": {"windows": len(self.held_out), "before": asdict(before), "after": asdict(after)},
+        }
+        return self.maps.to_translator().with_summary({"refined": entry})
+
+    def check(self) -> HeldOut:
+        """Look at the held-out windows, with contexts as long as they come."""
+        return self.distillation.check(self.held_out, self.longest)
+
+    def _pilots(self) -> dict[float, float]:
+        """Learning rate -> held-out KL after a few steps with it."""
+        rates = list(self.settings.learning_rates)
+        if len(rates) == 1:
+            return {rates[0]: 0.0}
+        steps, start, found = max(1, round(_PILOT * self.settings.steps)), copy.deepcopy(self.maps.state_dict()), {}
+        for rate in rates:
+            optimizer = self._optimizer(rate)
+            for step in tqdm(range(steps), desc=f"try learning rate {rate:g}", unit="step"):
+                self._step(optimizer, rate, step, step / steps)
+            found[rate] = self.check().kl
+            self.maps.load_state_dict(start)
+        return {rate: kl if math.isfinite(kl) else math.inf for rate, kl in found.items()}
+
+    def _train(
+        self, rate: float, steps: int, before: HeldOut, pilots: dict[float, float], known: dict[str, Any] | None, started: float
+    ) -> tuple[dict[str, torch.Tensor], HeldOut, int]:
+        """Return the best maps seen, what they keep of held-out windows, and how many steps were taken."""
+        optimizer = self._optimizer(rate)
+        best, kept, first, worse, spent = copy.deepcopy(self.maps.state_dict()), before, 0, 0, 0.0
+        if known:
+            self.maps.load_state_dict(known["maps"])
+            optimizer.load_state_dict(known["optimizer"])
+            best, kept, first, worse, spent = known["best"], HeldOut(**known["kept"]), known["step"], known["worse"], known["spent"]
+        every, limit = max(1, steps // _CHECKS), self.settings.minutes
+        checked = first / steps
+        with tqdm(total=steps, initial=first, desc="refine", unit="step") as bar:
+            for step in range(first, steps):
+                seconds = spent + time.perf_counter() - started
+                share = step / steps if limit is None else max(step / steps, seconds / (60 * limit))
+                if share >= 1:
+                    return best, kept, step
+                self._step(optimizer, rate, step, share)
+                bar.update()
+                done = step + 1 == steps or share + 1.5 / steps >= 1
+                if not done and (share - checked < 1 / _CHECKS if limit else (step + 1) % every):
+                    continue
+                checked, now = share, self.check()
+                bar.set_postfix(held_out_kl=f"{now.kl:.4f}", context_recovered=f"{now.context_recovered:.3f}")
+                worse = worse + 1 if not now.kl < kept.kl else 0
+                if now.kl < kept.kl:
+                    best, kept = copy.deepcopy(self.maps.state_dict()), now
+                if self.progress is not None and self.processes.is_main_process:
+                    spent_now = spent + time.perf_counter() - started
+                    state = {"maps": self.maps.state_dict(), "optimizer": optimizer.state_dict(), "best": best, "kept": asdict(kept)}
+                    self._keep({**state, "step": step + 1, "worse": worse, "pilots": pilots, "spent": spent_now})
+                if worse >= _PATIENCE:
+                    return best, kept, step + 1
+        return best, kept, steps
+
+    def _step(self, optimizer: torch.optim.Optimizer, rate: float, step: int, share: float) -> None:
+        """One step; which windows, and where their contexts end, depends on the seed and the step alone."""
+        settings, world = self.settings, self.processes.num_processes
+        draw = torch.Generator().manual_seed(settings.seed * 1_000_003 + step)
+        rows = torch.randint(len(self.windows), (settings.batch_size,), generator=draw)
+        context = int(torch.randint(settings.least_context, self.longest + 1, (1,), generator=draw))
+        rows = rows[self.processes.process_index :: world]
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1, (step + 1) / _WARM_UP) * (_LAST + (1 - _LAST) * (1 + math.cos(math.pi * share)) / 2)
+        loss = self.distillation.loss(self.windows[rows][:, : context + settings.continuation], context)
+        loss.backward()
+        parameters = list(self.maps.parameters())
+        if world > 1:
+            for parameter in parameters:
+                parameter.grad = reduce(parameter.grad, "mean")  # type: ignore[assignment]
+        torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    def _optimizer(self, rate: float) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.maps.parameters(), lr=rate, betas=(0.9, 0.99))
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        if self.progress is not None:
+            self.progress.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state, self.progress)
+
+    def _taken_up(self) -> dict[str, Any] | None:
+        """What an earlier call has left, None where there was none."""
+        if self.progress is None or not self.progress.exists():
+            return None
+        return torch.load(self.progress, map_location=self.distillation.device, weights_only=True)
