@@ -37,7 +37,7 @@ class Prompt:
         """Check a prompt against the cache of its context.
 
         Raises:
-            HandOffError: shapes do not fit, or padding without a mask.
+            HandOffError: shapes do not fit, padding without a mask, or a context of more than text.
         """
         if input_ids is not None:
             if not isinstance(input_ids, torch.Tensor):
@@ -49,8 +49,10 @@ class Prompt:
                     f"input_ids of shape [{source.batch_size}, at least {least}] expected, since the source cache holds that context; "
                     f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
                 )
-            if attention_mask is None and target_model is not None:
-                _refuse_padding(input_ids, target_model)
+            if target_model is not None:
+                _refuse_media(input_ids[:, : context.length], target_model)
+                if attention_mask is None:
+                    _refuse_padding(input_ids, target_model)
         return cls(input_ids, attention_mask, source.batch_size, context.length)
 
     def within(self, length: int) -> Prompt:
@@ -206,6 +208,17 @@ class Prompt:
 
 def _spoken(expected: int | torch.Tensor) -> str:
     return str(expected if isinstance(expected, int) else expected.tolist())
+
+
+def _refuse_media(context_ids: torch.Tensor, target_model: PreTrainedModel) -> None:
+    for name in ("image_token_id", "video_token_id", "audio_token_id"):
+        token = getattr(target_model.config, name, None)
+        if token is not None and (found := (context_ids == token).nonzero()).numel():
+            row, column = found[0].tolist()
+            raise HandOffError(
+                f"Row {row}, token {column} of the context is the target's {name} {token}: text alone can be handed over, since "
+                "what stands behind such a token is not in the ids. Let the target read this context itself."
+            )
 
 
 def _refuse_padding(input_ids: torch.Tensor, target_model: PreTrainedModel) -> None:
