@@ -19,7 +19,7 @@ from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
-from .layers import TranslatedLayer, TranslatedSlidingLayer
+from .layers import TranslatedLayer, TranslatedSlidingLayer, check_even
 from .placement import device_of, layer_devices
 from .prompt import Prompt
 from .source import SourceStates
@@ -152,6 +152,7 @@ class TranslatedCache(Cache):
     def translate(self) -> Self:
         """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
         self._translate_or_prefill()
+        check_even(self._translated)
         return self
 
     def extend(
@@ -224,6 +225,8 @@ class TranslatedCache(Cache):
                     self._prompt.check_positions(self._waiting.context, key_states.shape[-2], None, position_ids)
             elif self._hand_off is not None:
                 self._hand_off.check_states()  # of a pass that ended before its last layer
+            if not torch.compiler.is_compiling():  # where the guard has looked already
+                check_even(self._translated)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -278,6 +281,7 @@ class TranslatedCache(Cache):
 
     def unread(self, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
         """How many of the last tokens of a prompt the target has to read; see `hf_crosscache.guard`."""
+        check_even(self._translated)
         return self._prompt.unread(self.get_seq_length(), input_ids, new_tokens, attention_mask)
 
     def check_step(
@@ -289,6 +293,7 @@ class TranslatedCache(Cache):
         use_cache: bool | None,
     ) -> None:
         """Refuse a forward pass that would read the cache wrongly; see `hf_crosscache.guard`."""
+        check_even(self._translated)
         waiting = self._waiting
         context = None if waiting is None else waiting.context
         self._prompt.check_step(self.get_seq_length(), context, new_tokens, input_ids, attention_mask, position_ids, use_cache)
@@ -323,7 +328,7 @@ class TranslatedCache(Cache):
         try:
             self._hand_off.translate_all()
         except HandOffError as error:
-            if self._on_error == "raise" or not self._hand_off.failed:
+            if self._on_error == "raise" or self._hand_off.failure is None:
                 raise
             self._prefill(self._hand_off, str(error))
 
