@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,10 +10,11 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from . import first_tokens
-from .compat import cache_argument, decoder_of, states_of
+from .compat import states_of
 from .context import Context
-from .errors import HandOffError, HandOffWarning
+from .errors import HandOffError
 from .export import dynamic_cache, static_cache
+from .fallback import read_instead
 from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
@@ -160,6 +160,8 @@ class TranslatedCache(Cache):
         source_cache: Cache | Iterable[Any],
         *,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        source_attention_mask: torch.Tensor | None = None,
         translator: CacheTranslator | None = None,
         recompute_last: int = 1,
     ) -> Self:
@@ -168,11 +170,12 @@ class TranslatedCache(Cache):
         Args:
             source_cache: of the source, holding every position from 0, of the whole conversation so far.
             input_ids: `[B, >= T]` of the whole prompt, for the checks that the constructor makes with it.
+            attention_mask, source_attention_mask: as for the constructor; the rows begin in the slots that they begin in already.
             translator: of another source model, where it is one; None for that of the cache.
             recompute_last: trailing positions of the source cache that are left to the target.
 
         Raises:
-            HandOffError: the source cache ends before the translated one does, or the batch is padded.
+            HandOffError: the source cache ends before the translated one does, or a padded batch comes without its mask or with another.
         """
         before = self._hand_off
         if translator is None:
@@ -184,15 +187,17 @@ class TranslatedCache(Cache):
         if self._on_error == "prefill" and input_ids is None:
             raise HandOffError('on_error="prefill" needs input_ids=, so that the target can read what is handed over itself.')
         start = self.get_seq_length()
-        if before is not None and before.context.first_slots is not None:
-            raise HandOffError("A padded batch cannot be extended: hand its rows over one by one, or make a new TranslatedCache.")
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
-        context = Context.of(source.batch_size, source.length, recompute_last, None, None)
-        self._prompt.check_growth(start, context, source)
+        context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
+        self._prompt.check_growth(start, context, source, None if before is None else before.context)
+        prompt = Prompt.of(input_ids, attention_mask, source, context, self._target_model)
+        with self._report.native_work.on(source.device if self._target_model is None else device_of(self._target_model)):
+            sinks = first_tokens.behind(translator, self._target_model, prompt, context, start)
         self.translate()
-        self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
+        self._prompt = prompt
         self._report.left_to_target = source.length - context.length
-        self._wait_for(source, translator, context, start=start)
+        self._report.native_tokens += 0 if sinks is None else sinks.length - min(start, sinks.length)
+        self._wait_for(source, translator, context, sinks, start)
         return self
 
     def fork(self) -> Self:
@@ -330,19 +335,4 @@ class TranslatedCache(Cache):
         except HandOffError as error:
             if self._on_error == "raise" or self._hand_off.failure is None:
                 raise
-            self._prefill(self._hand_off, str(error))
-
-    @torch.no_grad()
-    def _prefill(self, hand_off: PendingTranslation, reason: str) -> None:
-        """Let the target read itself what was to be translated."""
-        model = self._target_model
-        if model is None:
-            raise HandOffError(f"{reason} The target cannot read the context itself without target_model= and input_ids=.")
-        warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
-        for layer in self._translated:
-            layer.abandon()
-        device = device_of(model)
-        inputs = self._prompt.inputs(hand_off.start, hand_off.context, device)
-        with self._report.native_work.on(device):
-            decoder_of(model)(**inputs, use_cache=True, **cache_argument(self))
-        self._report.fall_back(hand_off, reason)
+            read_instead(self, self._target_model, self._prompt, self._hand_off, self._report, str(error))

@@ -133,8 +133,8 @@ class Prompt:
             raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
         self.check_positions(context, new_tokens, input_ids, position_ids)
 
-    def check_growth(self, start: int, context: Context, source: SourceStates) -> None:
-        """Refuse a source cache that holds nothing behind the `start` positions of a cache, or other rows.
+    def check_growth(self, start: int, context: Context, source: SourceStates, before: Context | None) -> None:
+        """Refuse a source cache that holds nothing behind the `start` positions of a cache, or other rows than `before`.
 
         Raises:
             HandOffError: it says which.
@@ -146,6 +146,15 @@ class Prompt:
             )
         if self.batch not in (None, source.batch_size):
             raise HandOffError(f"The cache was made of {self.batch} sequences, the source cache holds {source.batch_size}.")
+        if before is None or start == 0:
+            return
+        if context.first_slots is None and before.first_slots is not None:
+            raise HandOffError("The cache is of a padded batch: pass attention_mask= of the whole prompt.")
+        rows = [[0] * source.batch_size if of.first_slots is None else of.first_slots.tolist() for of in (before, context)]
+        if self.batch is not None and rows[0] != rows[1]:  # what became of the rows is not known once they were moved
+            raise HandOffError(
+                f"The rows of the cache begin in the slots {rows[0]}, those of attention_mask in {rows[1]}: pad them on the left as before."
+            )
 
     def check_positions(self, context: Context, new_tokens: int, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
         """Refuse a first step that does not continue where the context ends, which transformers runs without a word.
