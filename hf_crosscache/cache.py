@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,16 +10,17 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from . import first_layers, first_tokens
-from .compat import cache_argument, decoder_of, states_of
+from .compat import states_of
 from .context import Context
-from .errors import HandOffError, HandOffWarning
+from .errors import HandOffError
 from .export import dynamic_cache, static_cache
+from .fallback import read_instead
 from .first_layers import FirstLayers
 from .geometry import CacheGeometry
 from .guard import guard
 from .hand_off_report import HandOffReport
 from .identity import ModelIdentity
-from .layers import TranslatedLayer, TranslatedSlidingLayer
+from .layers import TranslatedLayer, TranslatedSlidingLayer, check_even
 from .native_states import NativeStates
 from .placement import device_of, layer_devices
 from .prompt import Prompt
@@ -103,7 +103,7 @@ class TranslatedCache(Cache):
         self._report = HandOffReport(left_to_target=source.length - context.length)
         with self._report.native_work.on(source.device if target_model is None else device_of(target_model)):
             sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
-            first = self._first_layers(translator, context)
+            first = first_layers.of(translator, target_model, self._prompt, context)
         self._dtype = source.dtype if target_model is None else target_model.dtype
         self._fill(translator.target.geometry, target_model, keep_window)
         self._report.native_tokens = 0 if sinks is None else sinks.length
@@ -121,19 +121,6 @@ class TranslatedCache(Cache):
         self._devices = None if target_model is None else layer_devices(target_model, len(layers))
         if target_model is not None:
             guard(target_model)
-
-    def _first_layers(self, translator: CacheTranslator, context: Context, start: int = 0) -> FirstLayers | None:
-        """Let the target run its first layers over the slots from `start` on, where the translator leaves any to it."""
-        if translator.native_layers == 0 or context.length <= start:
-            return None
-        model = self._target_model
-        if model is None or self._prompt.input_ids is None:
-            raise HandOffError(
-                f"The first {translator.native_layers} layers are the target's own (native_layers of the translator): pass target_model= "
-                "and input_ids=, so that it can run them."
-            )
-        past = [layer.plain() for layer in self._translated[: translator.native_layers]] if start else None
-        return first_layers.run(model, translator.native_layers, self._prompt.inputs(start, context, device_of(model)), past)
 
     def _wait_for(
         self,
@@ -175,6 +162,7 @@ class TranslatedCache(Cache):
     def translate(self) -> Self:
         """Translate all pending layers now, in one launch where they have one shape, instead of a few at a time; return the cache."""
         self._translate_or_prefill()
+        check_even(self._translated)
         return self
 
     def extend(
@@ -182,6 +170,8 @@ class TranslatedCache(Cache):
         source_cache: Cache | Iterable[Any],
         *,
         input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        source_attention_mask: torch.Tensor | None = None,
         translator: CacheTranslator | None = None,
         recompute_last: int = 1,
     ) -> Self:
@@ -190,11 +180,12 @@ class TranslatedCache(Cache):
         Args:
             source_cache: of the source, holding every position from 0, of the whole conversation so far.
             input_ids: `[B, >= T]` of the whole prompt, for the checks that the constructor makes with it.
+            attention_mask, source_attention_mask: as for the constructor; the rows begin in the slots that they begin in already.
             translator: of another source model, where it is one; None for that of the cache.
             recompute_last: trailing positions of the source cache that are left to the target.
 
         Raises:
-            HandOffError: the source cache ends before the translated one does, or the batch is padded.
+            HandOffError: the source cache ends before the translated one does, or a padded batch comes without its mask or with another.
         """
         before = self._hand_off
         if translator is None:
@@ -206,17 +197,18 @@ class TranslatedCache(Cache):
         if self._on_error == "prefill" and input_ids is None:
             raise HandOffError('on_error="prefill" needs input_ids=, so that the target can read what is handed over itself.')
         start = self.get_seq_length()
-        if before is not None and before.context.first_slots is not None:
-            raise HandOffError("A padded batch cannot be extended: hand its rows over one by one, or make a new TranslatedCache.")
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
-        context = Context.of(source.batch_size, source.length, recompute_last, None, None)
-        self._prompt.check_growth(start, context, source)
-        self.translate()
-        self._prompt = Prompt.of(input_ids, None, source, context, self._target_model)
+        context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
+        self._prompt.check_growth(start, context, source, None if before is None else before.context)
+        prompt = Prompt.of(input_ids, attention_mask, source, context, self._target_model)
+        with self._report.native_work.on(source.device if self._target_model is None else device_of(self._target_model)):
+            sinks = first_tokens.behind(translator, self._target_model, prompt, context, start)
+            self.translate()
+            first = first_layers.of(translator, self._target_model, prompt, context, start, self._translated)
+        self._prompt = prompt
         self._report.left_to_target = source.length - context.length
-        with self._report.native_work.on(source.device):
-            first = self._first_layers(translator, context, start)
-        self._wait_for(source, translator, context, first=first, start=start)
+        self._report.native_tokens += 0 if sinks is None else sinks.length - min(start, sinks.length)
+        self._wait_for(source, translator, context, sinks, first, start)
         return self
 
     def fork(self) -> Self:
@@ -249,6 +241,8 @@ class TranslatedCache(Cache):
                     self._prompt.check_positions(self._waiting.context, key_states.shape[-2], None, position_ids)
             elif self._hand_off is not None:
                 self._hand_off.check_states()  # of a pass that ended before its last layer
+            if not torch.compiler.is_compiling():  # where the guard has looked already
+                check_even(self._translated)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -303,6 +297,7 @@ class TranslatedCache(Cache):
 
     def unread(self, input_ids: torch.Tensor, new_tokens: int | None, attention_mask: torch.Tensor | None) -> int | None:
         """How many of the last tokens of a prompt the target has to read; see `hf_crosscache.guard`."""
+        check_even(self._translated)
         return self._prompt.unread(self.get_seq_length(), input_ids, new_tokens, attention_mask)
 
     def check_step(
@@ -314,6 +309,7 @@ class TranslatedCache(Cache):
         use_cache: bool | None,
     ) -> None:
         """Refuse a forward pass that would read the cache wrongly; see `hf_crosscache.guard`."""
+        check_even(self._translated)
         waiting = self._waiting
         context = None if waiting is None else waiting.context
         self._prompt.check_step(self.get_seq_length(), context, new_tokens, input_ids, attention_mask, position_ids, use_cache)
@@ -348,21 +344,6 @@ class TranslatedCache(Cache):
         try:
             self._hand_off.translate_all()
         except HandOffError as error:
-            if self._on_error == "raise" or not self._hand_off.failed:
+            if self._on_error == "raise" or self._hand_off.failure is None:
                 raise
-            self._prefill(self._hand_off, str(error))
-
-    @torch.no_grad()
-    def _prefill(self, hand_off: PendingTranslation, reason: str) -> None:
-        """Let the target read itself what was to be translated."""
-        model = self._target_model
-        if model is None:
-            raise HandOffError(f"{reason} The target cannot read the context itself without target_model= and input_ids=.")
-        warnings.warn(f"The target prefills the context itself. {reason}", HandOffWarning, stacklevel=2)
-        for layer in self._translated:
-            layer.abandon()
-        device = device_of(model)
-        inputs = self._prompt.inputs(hand_off.start, hand_off.context, device)
-        with self._report.native_work.on(device):
-            decoder_of(model)(**inputs, use_cache=True, **cache_argument(self))
-        self._report.fall_back(hand_off, reason)
+            read_instead(self, self._target_model, self._prompt, self._hand_off, self._report, str(error))

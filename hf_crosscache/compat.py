@@ -56,8 +56,16 @@ def prefill(
 
 def states_of(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the keys and values of every layer of a filled cache, as cached: `[B, H, T, D]` each."""
-    layers: Any = cache.layers
-    return [(layer.keys, layer.values) for layer in layers]
+    return [(layer.keys, layer.values) for layer in own_layers(cache)]
+
+
+def own_layers(cache: Cache) -> list[Any]:
+    """Return the layers of a cache that keep states of their own.
+
+    From transformers 5.24 on, a cache made from a config has an empty layer for each layer of the model that reads the states of an
+    earlier one; before, and in a plain `DynamicCache()`, it has none.
+    """
+    return [layer for layer in cache.layers if type(layer).__name__ != "DummyLayer"]
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:

@@ -12,7 +12,11 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from .compat import cache_argument, decoder_of, uncompiled
-from .errors import UnsupportedModelError
+from .context import Context
+from .errors import HandOffError, UnsupportedModelError
+from .placement import device_of
+from .prompt import Prompt
+from .translator import CacheTranslator
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +30,33 @@ class FirstLayers:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     hidden: torch.Tensor
+
+
+def of(
+    translator: CacheTranslator,
+    target_model: PreTrainedModel | None,
+    prompt: Prompt,
+    context: Context,
+    start: int = 0,
+    layers: Sequence[Any] = (),
+) -> FirstLayers | None:
+    """Let the target run its first layers over a context from slot `start` on, where the translator leaves any to it.
+
+    Args:
+        layers: of the cache, which hold the slots before.
+
+    Raises:
+        HandOffError: the target, or the ids, are not known.
+    """
+    if translator.native_layers == 0 or context.length <= start:
+        return None
+    if target_model is None or prompt.input_ids is None:
+        raise HandOffError(
+            f"The first {translator.native_layers} layers are the target's own (native_layers of the translator): pass target_model= and "
+            "input_ids=, so that it can run them."
+        )
+    past = [layer.plain() for layer in layers[: translator.native_layers]] if start else None
+    return run(target_model, translator.native_layers, prompt.inputs(start, context, device_of(target_model)), past)
 
 
 @uncompiled

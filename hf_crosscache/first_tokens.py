@@ -50,6 +50,14 @@ def of(
     return opening.states(wanted)
 
 
+def behind(
+    translator: CacheTranslator, target_model: PreTrainedModel | None, prompt: Prompt, context: Context, start: int
+) -> NativeStates | None:
+    """As `of`, for a cache that holds `start` slots already; None where these hold the first tokens of every row."""
+    held = start if context.first_slots is None else start - int(context.first_slots.max())
+    return None if held >= translator.sink_tokens else of(translator, target_model, prompt, None, context)
+
+
 def _first_of_each_row(prompt: Prompt, context: Context, wanted: int) -> torch.Tensor | None:
     """Token ids `[B, wanted]`; of a row whose context is shorter, what follows fills up, and attention to what precedes ignores it."""
     ids = prompt.input_ids

@@ -36,7 +36,10 @@ class LayerGeometry:
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """Shape of a whole model's cache, layer by layer, and the rotary table of each layer."""
+    """Shape of a whole model's cache, layer by layer, and the rotary table of each layer.
+
+    Layers of the model that read the states of an earlier one (Gemma 3n and 4: the last `num_kv_shared_layers`) have no layer here.
+    """
 
     model_type: str
     layers: tuple[LayerGeometry, ...]
@@ -52,9 +55,8 @@ class CacheGeometry:
         config = model.config.get_text_config(decoder=True)
         name = _name_of(model)
         layers = _attention_layers(config, name)
+        heads, head_dim = _shape(config, len(layers), name)
         tables = rotary_tables(model, config, [attention for attention, _ in layers], name)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return cls(
             model_type=config.model_type,
             layers=tuple(
@@ -136,6 +138,11 @@ def check_positions(model: PreTrainedModel, geometry: CacheGeometry, positions: 
     tokens = torch.linspace(0, vocabulary - 1, 8, device=device_of(model)).long()[:, None]
     at_zero = torch.zeros_like(tokens)
     reference = states_of(prefill(model, tokens, position_ids=at_zero)[0])
+    if len(reference) != len(geometry):
+        raise GeometryError(
+            f"{_name_of(model)}: the config promises {len(geometry)} layers with keys and values of their own, the model caches "
+            f"{len(reference)}. Models with other cache layouts are not supported."
+        )
     tolerance = 1e-3 if model.dtype == torch.float32 else 3e-2
     for position in positions:
         moved_to = torch.full_like(tokens, position)
@@ -170,14 +177,13 @@ def _attention_layers(config: PreTrainedConfig, name: str) -> list[tuple[str, in
         raise UnsupportedModelError(f"{name}: an encoder-decoder model; only decoder-only models are supported.")
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModelError(f"{name}, layer 0: caches a latent (multi-head latent attention), {_SUPPORTED}")
-    shared = getattr(config, "num_kv_shared_layers", 0)
-    if shared:
-        first = config.num_hidden_layers - shared
-        raise UnsupportedModelError(f"{name}, layer {first}: shares the cache of an earlier layer, {_SUPPORTED}")
-    if getattr(config, "is_heterogeneous", False):
-        raise UnsupportedModelError(f"{name}: its config gives layers shapes of their own (Gemma 4 and its kin), which is not supported.")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        raise UnsupportedModelError(f"{name}: its tokens attend to later ones, so no cache of a context is final; not supported.")
+    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", 0) or 0)  # the others, at the end, read those of earlier ones
+    if own == 0:
+        raise UnsupportedModelError(f"{name}: all its layers read the states of another model, which is not supported.")
     found = []
-    layers = DynamicCache(config=config).layers
+    layers = DynamicCache(config=config).layers[:own]
     kinds = _layer_types(config, len(layers))
     for layer_idx, (layer, kind) in enumerate(zip(layers, kinds, strict=False)):
         cached_as = type(layer).__name__
@@ -186,9 +192,26 @@ def _attention_layers(config: PreTrainedConfig, name: str) -> list[tuple[str, in
                 f"{name}, layer {layer_idx}: a layer of {kind or 'another kind'} (cached as {cached_as}), {_SUPPORTED}"
             )
         found.append((_ATTENTION_OF_LAYER[cached_as], getattr(layer, "sliding_window", None)))
-    if len(found) != config.num_hidden_layers:
-        raise UnsupportedModelError(f"{name}: {config.num_hidden_layers} layers, but a cache of {len(found)}.")
+    if len(found) != own:
+        raise UnsupportedModelError(f"{name}: {own} layers with keys and values of their own, but a cache of {len(found)}.")
     return found
+
+
+def _shape(config: PreTrainedConfig, num_layers: int, name: str) -> tuple[int, int]:
+    """Key-value heads of each layer of the cache, and their size."""
+    per_layer: Any = config.per_layer_config[:num_layers] if getattr(config, "is_heterogeneous", False) else [config]
+    shapes = []
+    for layer_idx, layer in enumerate(per_layer):
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        shapes.append((heads, getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads))
+        if getattr(layer, "skip", None):
+            raise UnsupportedModelError(f"{name}, layer {layer_idx}: its config skips {layer.skip}, which is not supported.")
+        if shapes[-1] != shapes[0]:
+            raise UnsupportedModelError(
+                f"{name}, layer {layer_idx}: its config gives layers shapes of their own (as Gemma 4 does by global_head_dim and "
+                f"num_global_key_value_heads): (heads, head_dim) {shapes[0]} in layer 0, {shapes[-1]} here. One shape is supported."
+            )
+    return shapes[0]
 
 
 def _layer_types(config: PreTrainedConfig, num_layers: int) -> list[str]:

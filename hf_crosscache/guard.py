@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .compat import decoder_of, uncompiled
+from .errors import HandOffError
 
 
 @runtime_checkable
@@ -65,6 +66,11 @@ def _before_forward(decoder: torch.nn.Module, args: tuple[Any, ...], kwargs: dic
     cache = next((given for given in (*kwargs.values(), *args) if isinstance(given, GuardedCache)), None)
     if cache is None:
         return
+    if getattr(decoder, "_is_replica", False):
+        raise HandOffError(
+            "nn.DataParallel gives one translated cache to all its replicas, each of which reads a part of the batch. Make a model and a "
+            "cache for each part, or split one model over the devices (device_map=)."
+        )
     input_ids, embeds = kwargs.get("input_ids", args[0] if args else None), kwargs.get("inputs_embeds")
     read = input_ids if input_ids is not None else embeds
     if isinstance(read, torch.Tensor):

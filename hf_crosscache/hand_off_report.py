@@ -16,13 +16,13 @@ class HandOffReport:
     native_tokens: first positions that the target read itself.
     native_layers: first layers that the target ran itself over the rest of the context.
     left_to_target: last context positions that were left out for the target to read.
-    fallen_back_tokens: positions that the target read itself because translation failed; fallback_reason names the layer.
+    fallen_back: spans (start, end) of slots that the target read itself because translation failed; fallback_reason names the layer.
     """
 
     native_tokens: int = 0
     native_layers: int = 0
     left_to_target: int = 0
-    fallen_back_tokens: int = 0
+    fallen_back: tuple[tuple[int, int], ...] = ()
     fallback_reason: str | None = None
     native_work: Stopwatch = field(default_factory=Stopwatch, repr=False)
     _hand_offs: list[PendingTranslation] = field(default_factory=list, repr=False)
@@ -33,6 +33,11 @@ class HandOffReport:
         return max(
             0, sum(hand_off.length - hand_off.start for hand_off in self._hand_offs) - (self.native_tokens if self._hand_offs else 0)
         )
+
+    @property
+    def fallen_back_tokens(self) -> int:
+        """Positions that the target read itself because translation failed."""
+        return sum(end - start for start, end in self.fallen_back)
 
     @property
     def translated_layers(self) -> int:
@@ -66,7 +71,7 @@ class HandOffReport:
     def fall_back(self, hand_off: PendingTranslation, reason: str) -> None:
         """Count a hand-off as the target's own work."""
         self._hand_offs.remove(hand_off)
-        self.fallen_back_tokens += hand_off.length - hand_off.start
+        self.fallen_back += ((hand_off.start, hand_off.length),)
         self.fallback_reason = reason
         if hand_off.start == 0:
             self.native_tokens = 0

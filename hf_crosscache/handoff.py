@@ -21,9 +21,10 @@ from .translator import CacheTranslator
 class Turn:
     """What one call of `generate` cost, in positions of the conversation.
 
-    held: positions that the model's cache held before. translated: handed over from other models. prefilled: read by the model itself,
-    because nobody could hand them over, or as first positions. read: the newest turn and what follows it, read by the model within
-    generate. generated: new tokens. switch_seconds: of translation and of reading what could not be translated; seconds: of the turn.
+    held: positions that the model's cache held before. translated: handed over from other models. prefilled: read by the model itself, as
+    first positions, because nobody could hand them over, or because what was handed over must not be used. read: the newest turn and what
+    follows it, read by the model within generate. generated: new tokens. switch_seconds: of translation and of reading what could not be
+    translated; seconds: of the turn.
     """
 
     model: str
@@ -154,19 +155,24 @@ class HandoffSession:
             raise HandOffError("A session goes on with one sequence: num_beams and num_return_sequences of more are not supported.")
         started, held = time.perf_counter(), side.cache.get_seq_length()
         attempt = _Side(side.model, side.cache.fork(), list(side.native))  # so that a failure leaves the conversation as it was
+        report = attempt.cache.report()
+        known = len(report.fallen_back)
         translated, prefilled = self._bring_up(name, attempt)
         switched = time.perf_counter()
-        before = attempt.cache.report().translation_seconds
+        before = report.translation_seconds + report.native_seconds
         reached = attempt.cache.get_seq_length()
         inputs = {"input_ids": self._input_ids.to(device_of(side.model))}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         settings = {**settings, "return_dict_in_generate": False}
         output = side.model.generate(**inputs, **settings, **cache_argument(attempt.cache))  # type: ignore[operator]
         attempt.note(reached, attempt.cache.get_seq_length())
+        for start, end in report.fallen_back[known:]:
+            attempt.note(start, end)
+            translated, prefilled = translated - (end - start), prefilled + (end - start)
         self._sides[name] = attempt
         self._input_ids = output.cpu()
         self._turn_start = self._input_ids.shape[1]
-        lazily = attempt.cache.report().translation_seconds - before
+        lazily = report.translation_seconds + report.native_seconds - before
         seconds = time.perf_counter() - started
         generated = self._turn_start - total
         self.turns.append(Turn(name, held, translated, prefilled, total - reached, generated, switched - started + lazily, seconds))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .errors import HandOffError
 from .translation import PendingTranslation
 
 if TYPE_CHECKING:
@@ -201,6 +203,24 @@ class TranslatedSlidingLayer(_PendingStates, DynamicSlidingWindowLayer):
         if not self.record_past and keys is not None and values is not None:
             self._keys, self._values = (states[:, :, -self.sliding_window + 1 :] for states in (keys, values))
         return keys, values  # type: ignore[return-value]
+
+
+def check_even(layers: Sequence[Any]) -> None:
+    """Refuse layers that hold different numbers of positions: what was done to them has ended in their midst.
+
+    Raises:
+        HandOffError: it names the first layer that differs.
+    """
+    lengths = [layer.get_seq_length() for layer in layers]
+    if lengths.count(lengths[0]) != len(lengths):
+        layer_idx = next(i for i, length in enumerate(lengths) if length != lengths[0])
+        waiting = layers[layer_idx]._pending
+        if waiting is not None and waiting.failure is not None:
+            raise waiting.failure
+        raise HandOffError(
+            f"Target layer {layer_idx} holds {lengths[layer_idx]} positions, layer 0 holds {lengths[0]}: a forward pass, or a crop, ended "
+            "in an error before it came to all layers. Make the translated cache again; a fork() of it made before is as it was."
+        )
 
 
 def _fill(layer: Any, translated: Any) -> None:

@@ -19,16 +19,16 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def layer_devices(model: PreTrainedModel, layers: int) -> tuple[torch.device, ...] | None:
-    """Tell on which device each decoder layer works, or None for a model that lies on one.
+    """Tell on which device each of the first decoder layers works, those of the cache, or None for a model that lies on one.
 
     A layer that is offloaded to the CPU or to disk works on the device that accelerate brings it to.
     """
     if getattr(model, "hf_device_map", None) is None:
         return None
     blocks: Any = getattr(decoder_of(model), "layers", None)
-    if blocks is None or len(blocks) != layers:
+    if blocks is None or len(blocks) < layers:
         return None
-    return tuple(_layer_device(block, model) for block in blocks)
+    return tuple(_layer_device(block, model) for block in blocks[:layers])
 
 
 def stored_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -37,7 +37,7 @@ class Prompt:
         """Check a prompt against the cache of its context.
 
         Raises:
-            HandOffError: shapes do not fit, or padding without a mask.
+            HandOffError: shapes do not fit, padding without a mask, or a context of more than text.
         """
         if input_ids is not None:
             if not isinstance(input_ids, torch.Tensor):
@@ -49,8 +49,10 @@ class Prompt:
                     f"input_ids of shape [{source.batch_size}, at least {least}] expected, since the source cache holds that context; "
                     f"{list(input_ids.shape)} found. Pass the ids of the whole prompt."
                 )
-            if attention_mask is None and target_model is not None:
-                _refuse_padding(input_ids, target_model)
+            if target_model is not None:
+                _refuse_media(input_ids[:, : context.length], target_model)
+                if attention_mask is None:
+                    _refuse_padding(input_ids, target_model)
         return cls(input_ids, attention_mask, source.batch_size, context.length)
 
     def within(self, length: int) -> Prompt:
@@ -131,8 +133,8 @@ class Prompt:
             raise HandOffError("The context is padded: pass the target the attention mask of the whole prompt.")
         self.check_positions(context, new_tokens, input_ids, position_ids)
 
-    def check_growth(self, start: int, context: Context, source: SourceStates) -> None:
-        """Refuse a source cache that holds nothing behind the `start` positions of a cache, or other rows.
+    def check_growth(self, start: int, context: Context, source: SourceStates, before: Context | None) -> None:
+        """Refuse a source cache that holds nothing behind the `start` positions of a cache, or other rows than `before`.
 
         Raises:
             HandOffError: it says which.
@@ -144,6 +146,15 @@ class Prompt:
             )
         if self.batch not in (None, source.batch_size):
             raise HandOffError(f"The cache was made of {self.batch} sequences, the source cache holds {source.batch_size}.")
+        if before is None or start == 0:
+            return
+        if context.first_slots is None and before.first_slots is not None:
+            raise HandOffError("The cache is of a padded batch: pass attention_mask= of the whole prompt.")
+        rows = [[0] * source.batch_size if of.first_slots is None else of.first_slots.tolist() for of in (before, context)]
+        if self.batch is not None and rows[0] != rows[1]:  # what became of the rows is not known once they were moved
+            raise HandOffError(
+                f"The rows of the cache begin in the slots {rows[0]}, those of attention_mask in {rows[1]}: pad them on the left as before."
+            )
 
     def check_positions(self, context: Context, new_tokens: int, input_ids: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
         """Refuse a first step that does not continue where the context ends, which transformers runs without a word.
@@ -206,6 +217,17 @@ class Prompt:
 
 def _spoken(expected: int | torch.Tensor) -> str:
     return str(expected if isinstance(expected, int) else expected.tolist())
+
+
+def _refuse_media(context_ids: torch.Tensor, target_model: PreTrainedModel) -> None:
+    for name in ("image_token_id", "video_token_id", "audio_token_id"):
+        token = getattr(target_model.config, name, None)
+        if token is not None and (found := (context_ids == token).nonzero()).numel():
+            row, column = found[0].tolist()
+            raise HandOffError(
+                f"Row {row}, token {column} of the context is the target's {name} {token}: text alone can be handed over, since "
+                "what stands behind such a token is not in the ids. Let the target read this context itself."
+            )
 
 
 def _refuse_padding(input_ids: torch.Tensor, target_model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ def rotary_tables(model: PreTrainedModel, config: PreTrainedConfig, attention: S
 
     Args:
         config: of the model's decoder.
-        attention: of each layer, "full_attention" or "sliding_attention".
+        attention: of each layer of the cache, "full_attention" or "sliding_attention".
         name: what errors call the model.
 
     Raises:
@@ -37,7 +37,7 @@ def rotary_tables(model: PreTrainedModel, config: PreTrainedConfig, attention: S
     if rotary is None:
         raise UnsupportedModelError(f"{name}: no rotary embedding found; learned and ALiBi positions are not supported.")
     per_layer_type = "layer_type" in inspect.signature(rotary.forward).parameters
-    layer_types = config.layer_types if per_layer_type else [""] * len(attention)
+    layer_types = list(config.layer_types)[: len(attention)] if per_layer_type else [""] * len(attention)
     turning = {layer_type: _rotary_table(model, rotary, layer_type, name) for layer_type in set(layer_types)}
     still = {
         layer_type: replace(table, inv_freq=torch.zeros_like(table.inv_freq), attention_scaling=1.0)
@@ -50,7 +50,7 @@ def rotary_tables(model: PreTrainedModel, config: PreTrainedConfig, attention: S
 def _has_rope(config: PreTrainedConfig, attention: Sequence[str]) -> list[bool]:
     no_rope_layers = getattr(config, "no_rope_layers", None)
     if no_rope_layers:  # the other way round than its name says: 1 for a layer with RoPE
-        return [bool(turns) for turns in no_rope_layers]
+        return [bool(turns) for turns in no_rope_layers][: len(attention)]
     if config.model_type.removesuffix("_text") in _ROPE_IN_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None) is not None:
         return [kind == "sliding_attention" for kind in attention]
     return [True] * len(attention)

@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+from .compat import own_layers
 from .errors import GeometryError, HandOffError
 from .geometry import CacheGeometry
 
@@ -105,7 +106,7 @@ def _layers_of(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not isinstance(cache, Cache) and isinstance(getattr(cache, name, None), Cache):
             cache = getattr(cache, name)
     if isinstance(cache, Cache):
-        layers = list(cache.layers)
+        layers = own_layers(cache)
         if all([type(layer) is DynamicLayer and layer.is_initialized for layer in layers]):
             layers = [(layer.keys, layer.values) for layer in layers]
         else:

@@ -70,9 +70,9 @@ class PendingTranslation:
         return self.context.length
 
     @property
-    def failed(self) -> bool:
-        """True once states were found that must not be used."""
-        return self._failure is not None
+    def failure(self) -> HandOffError | None:
+        """What is said of states that must not be used, once such were found."""
+        return self._failure
 
     @property
     def complete(self) -> bool:

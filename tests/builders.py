@@ -13,8 +13,14 @@ from transformers import (
     Cohere2ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     GptOssConfig,
@@ -99,6 +105,14 @@ FAMILIES = {
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}
 _UNTIED = {"head_dim": 16, "tie_word_embeddings": False}  # a tied random model repeats the last token, whatever came before
 _GEMMA = {**_MIXED, **_UNTIED, "query_pre_attn_scalar": 16}
+# Two of five layers read the states of an earlier one of their kind.
+_SHARING = {
+    **_UNTIED,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
 MORE_FAMILIES = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config, _GEMMA),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
@@ -119,6 +133,27 @@ MORE_FAMILIES = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         },
     ),
+    "gemma3n": (
+        Gemma3nForCausalLM,
+        Gemma3nTextConfig,
+        {
+            **_SHARING,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0, 0.0],
+        },
+    ),
+    "gemma4": (
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {**_SHARING, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
+    ),
+    "gemma4_tied": (  # values are the keys before their norm and rotation
+        Gemma4ForCausalLM,
+        Gemma4TextConfig,
+        {**_SHARING, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "attention_k_eq_v": True},
+    ),
     "cohere2": (Cohere2ForCausalLM, Cohere2Config, {**_MIXED, "tie_word_embeddings": False}),
 }
 
@@ -127,18 +162,34 @@ def tiny_model(family: str, seed: int = 0, **changes) -> PreTrainedModel:
     """A model with random weights, large enough that its greedy tokens depend on the context."""
     model_class, config_class, extra = {**FAMILIES, **MORE_FAMILIES}[family]
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**_SHAPE, **extra, **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2 or name.endswith("bias"):
-                parameter.normal_(std=0.15)
+    return _with_random_weights(model_class(config_class(**{**_SHAPE, **extra, **changes})))
+
+
+def tiny_model_that_sees() -> PreTrainedModel:
+    """A Gemma 3 with a vision tower, whose image token is VOCABULARY - 1."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14}
+    text = Gemma3TextConfig(**{**_SHAPE, **MORE_FAMILIES["gemma3"][2]})
+    torch.manual_seed(0)
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=VOCABULARY - 1)
+    model = _with_random_weights(Gemma3ForConditionalGeneration(config))
+    model.generation_config.eos_token_id = None
     return model
 
 
-# One of each kind: dense, biased, QK-norm, soft-capped, alternating windows, windows everywhere, attention sinks, NoPE layers, norms after,
-# fused projections, partial and interleaved RoPE.
+def _with_random_weights(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim >= 2 or name.endswith(("bias", "correct_output_scale")):
+                parameter.normal_(std=0.15)
+    return model.eval()
+
+
+# One of each kind: dense, biased, QK-norm, soft-capped, alternating windows, layers that read the states of earlier ones, windows
+# everywhere, attention sinks, NoPE layers, norms after, fused projections, partial and interleaved RoPE.
 CONFORMING = (
-    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "mistral_sliding", "ministral", "gpt_oss", "smollm3", "olmo2", "phi3", "glm4", "cohere2",
+    "llama", "qwen2", "qwen3", "gemma2", "gemma3", "gemma3n", "gemma4", "mistral_sliding", "ministral", "gpt_oss", "smollm3", "olmo2",
+    "phi3", "glm4", "cohere2",
 )  # fmt: skip
 TOKENS = 12
 

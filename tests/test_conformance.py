@@ -8,15 +8,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from builders import CONFORMING, TOKENS, generate, identity_translator, random_ids, tiny_model
+from builders import CONFORMING, TOKENS, a_model, generate, random_ids, tiny_model
 from transformers import DynamicCache
 
 from hf_crosscache import TranslatedCache
-from hf_crosscache.compat import cache_argument, prefill
+from hf_crosscache.compat import cache_argument, own_layers, prefill
 from hf_crosscache.errors import HandOffError
-
-# Once per family and not per cell, since the self-checks of a model take longer than a cell.
-_MODELS: dict = {}
 
 
 @pytest.fixture(params=CONFORMING)
@@ -26,14 +23,11 @@ def family(request):
 
 @pytest.fixture
 def model(family):
-    if family not in _MODELS:
-        built = tiny_model(family)
-        _MODELS[family] = built, identity_translator(built)
-    return _MODELS[family][0]
+    return a_model(family)[0]
 
 
 def translator_of(model):
-    return next(known for one, known in _MODELS.values() if one is model)
+    return next(known for one, known in map(a_model, CONFORMING) if one is model)
 
 
 def handed_over(model, ids, context=None, **changes):
@@ -51,8 +45,8 @@ def native(model, ids, tokens):
 
 def assert_same_states(mine, theirs):
     assert mine.get_seq_length() == theirs.get_seq_length()
-    assert list(mine.is_sliding) == list(theirs.is_sliding)
-    for layer_idx, (one, other) in enumerate(zip(mine.layers, theirs.layers, strict=True)):
+    assert list(mine.is_sliding) == [layer.is_sliding for layer in own_layers(theirs)]
+    for layer_idx, (one, other) in enumerate(zip(mine.layers, own_layers(theirs), strict=True)):
         assert one.get_mask_sizes(3) == other.get_mask_sizes(3)
         for role in ("keys", "values"):
             torch.testing.assert_close(
@@ -126,12 +120,21 @@ def test_streaming(model):
     assert torch.equal(torch.cat(mine.seen), torch.cat(theirs.seen))
 
 
-def test_left_padding(model):
-    ids, mask = random_ids(3, 24), torch.ones(3, 24, dtype=torch.long)
-    for row, pads in enumerate((0, 5, 11)):
+def left_padded(model, length, padding):
+    ids, mask = random_ids(len(padding), length), torch.ones(len(padding), length, dtype=torch.long)
+    for row, pads in enumerate(padding):
         ids[row, :pads], mask[row, :pads] = model.config.pad_token_id, 0
-    source_cache, _ = prefill(model, ids, attention_mask=mask)
-    cache = TranslatedCache(source_cache, translator_of(model), target_model=model, input_ids=ids, attention_mask=mask)
+    return ids, mask
+
+
+def padded_cache(model, ids, mask, context=None, **changes):
+    source_cache, _ = prefill(model, ids[:, :context], attention_mask=mask[:, :context])
+    return TranslatedCache(source_cache, translator_of(model), target_model=model, input_ids=ids, attention_mask=mask, **changes)
+
+
+def test_left_padding(model):
+    ids, mask = left_padded(model, 24, (0, 5, 11))
+    cache = padded_cache(model, ids, mask)
     assert torch.equal(generate(model, ids, cache, attention_mask=mask), generate(model, ids, attention_mask=mask))
 
 
@@ -189,6 +192,42 @@ def test_extend(model):
         assert torch.equal(generate(model, ids, cache), generate(model, ids))
 
 
+@pytest.mark.parametrize("first,touch", [(14, False), (20, True)], ids=["two_hand_offs", "read_between"])
+@pytest.mark.parametrize("source_pads", ["left", "right"])
+def test_extend_a_padded_batch(model, source_pads, first, touch):
+    """Of 14 slots the last row has 3 tokens: the fourth, which is the target's own too, comes with the extension."""
+    ids, mask = left_padded(model, 30, (0, 5, 11))
+    cache, given = padded_cache(model, ids, mask, first, recompute_last=0), {"input_ids": ids, "attention_mask": mask}
+    if touch:
+        positions = (mask.cumsum(1) - 1).clamp_min(0)[:, first : first + 3]
+        with torch.no_grad():
+            model(ids[:, first : first + 3], attention_mask=mask[:, : first + 3], position_ids=positions, **cache_argument(cache))
+    if source_pads == "left":
+        longer, _ = prefill(model, ids[:, :28], attention_mask=mask[:, :28])
+    else:
+        order = torch.argsort(1 - mask[:, :28], dim=1, stable=True)
+        given["source_attention_mask"] = mask[:, :28].gather(1, order)
+        longer, _ = prefill(model, ids[:, :28].gather(1, order), attention_mask=given["source_attention_mask"])
+    cache.extend(longer, **given)
+    assert cache.get_seq_length() == 27 and cache.is_pending
+    assert torch.equal(generate(model, ids, cache, attention_mask=mask), generate(model, ids, attention_mask=mask))
+
+
+def test_extending_a_padded_batch_wrongly_is_refused():
+    model, _ = a_model("llama")
+    ids, mask = left_padded(model, 30, (0, 5, 11))
+    longer, _ = prefill(model, ids, attention_mask=mask)
+    cache = padded_cache(model, ids, mask, 20)
+    with pytest.raises(HandOffError, match="of a padded batch: pass attention_mask="):
+        cache.extend(longer, input_ids=ids)
+    with pytest.raises(HandOffError, match=r"begin in the slots \[0, 5, 11\], those of attention_mask in \[11, 5, 0\]"):
+        cache.extend(longer, input_ids=ids, attention_mask=mask.flip(0))
+    with pytest.raises(HandOffError, match=r"in the slots \[0, 0, 0\], those of attention_mask in \[0, 5, 11\]"):
+        handed_over(model, random_ids(3, 30), 20).extend(longer, input_ids=ids, attention_mask=mask)
+    cache.extend(longer, input_ids=ids, attention_mask=mask)
+    assert torch.equal(generate(model, ids, cache, attention_mask=mask), generate(model, ids, attention_mask=mask))
+
+
 OPERATIONS = {
     "crop": lambda c: c.crop(-5),
     "crop_nothing": lambda c: c.crop(0),
@@ -222,7 +261,7 @@ def test_operations(model, operation, translated):
         assert mine.get_seq_length() == 0 and not mine.is_initialized
         assert torch.equal(generate(model, ids, mine), generate(model, ids))
         return
-    assert len(mine) == len(theirs) and not mine.is_compileable and mine.get_seq_length() == theirs.get_seq_length()
+    assert len(mine) == len(own_layers(theirs)) and not mine.is_compileable and mine.get_seq_length() == theirs.get_seq_length()
     if operation == "pickle":
         assert type(mine) is DynamicCache
     batch = {"repeat": 6, "select": 1}.get(operation, 2)
@@ -238,11 +277,12 @@ def test_operations(model, operation, translated):
 def test_iteration_and_export(model):
     ids = random_ids(2, 20)
     theirs = native(model, ids, 19)
-    for (k1, v1, w1), (k2, v2, w2) in zip(handed_over(model, ids), theirs, strict=True):
+    states = [layer for layer in theirs if layer[0] is not None]  # none of layers that read those of an earlier one
+    for (k1, v1, w1), (k2, v2, w2) in zip(handed_over(model, ids), states, strict=True):
         torch.testing.assert_close((k1, v1), (k2, v2), rtol=1e-4, atol=1e-4)
         assert w1 == w2
     plain = handed_over(model, ids).to_dynamic_cache()
-    assert [type(layer) for layer in plain.layers] == [type(layer) for layer in theirs.layers]
+    assert [type(layer) for layer in plain.layers] == [type(layer) for layer in own_layers(theirs)]
     assert torch.equal(generate(model, ids, plain), generate(model, ids))
     static = handed_over(model, ids).to_static_cache(40)
     assert static.is_compileable and torch.equal(generate(model, ids, static), generate(model, ids))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders import planted_twin, pocket_model, random_ids, tiny_model
+from builders import generate, planted_twin, pocket_model, random_ids, tiny_model
 
 from hf_crosscache import Calibration, TranslatedCache, TranslatorFitter, evaluate_translator, fit_translator
 from hf_crosscache.calibration import layer_states
@@ -12,11 +12,8 @@ from hf_crosscache.states import PairedStates
 from hf_crosscache.translator import CacheTranslator
 
 
-@pytest.fixture(scope="module")
-def planted():
-    """A model of four heads and its twin of the same function, with a translator fitted from the one to the other."""
-    model = tiny_model("llama", hidden_size=128, num_attention_heads=8, num_key_value_heads=4)
-    twin, permutations = planted_twin(model)
+def fitted(model, twin):
+    """A translator from a model to its twin, fitted on random tokens with one source head for each target head."""
     sides = [ModelIdentity.from_model(m) for m in (model, twin)]
     fitter = TranslatorFitter(sides[0].geometry, sides[1].geometry, k=1, candidates=2)
 
@@ -29,7 +26,15 @@ def planted():
             gather(states(seed), "validation" if seed < 2 else "fit")
         fitter.choose_candidates()
     maps = fitter.fit()
-    return model, twin, permutations, CacheTranslator(*sides, maps.keys, maps.values, r2=maps.r2)
+    return CacheTranslator(*sides, maps.keys, maps.values, r2=maps.r2)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    """A model of four heads and its twin of the same function, with a translator fitted from the one to the other."""
+    model = tiny_model("llama", hidden_size=128, num_attention_heads=8, num_key_value_heads=4)
+    twin, permutations = planted_twin(model)
+    return model, twin, permutations, fitted(model, twin)
 
 
 def test_the_fit_finds_the_planted_permutation(planted):
@@ -53,6 +58,14 @@ def test_the_twin_goes_on_as_if_it_had_read_the_context(planted, settings):
     native = twin.generate(ids, **settings)
     torch.manual_seed(0)
     assert torch.equal(twin.generate(ids, **settings, **cache_argument(cache)), native)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_a_model_whose_layers_share_states_is_fitted_and_handed_over(family):
+    model, ids = tiny_model(family), random_ids(3, 40, seed=77)
+    cache = TranslatedCache(prefill(model, ids)[0], fitted(model, model), target_model=model, input_ids=ids)
+    assert len(cache) == 3
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
 
 
 @pytest.mark.parametrize("source,target", [("qwen3-large", "qwen3-small"), ("llama", "qwen3-large"), ("qwen3-small", "llama")])

@@ -9,8 +9,10 @@ from builders import FAMILIES, MODELS, MORE_FAMILIES, pocket_model, random_ids, 
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    DynamicCache,
     Exaone4Config,
-    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GemmaConfig,
     GPT2Config,
     HunYuanDenseV1Config,
     Llama4TextConfig,
@@ -21,8 +23,8 @@ from transformers import (
 from transformers.models.deepseek_v3 import DeepseekV3Config
 
 from hf_crosscache import CacheGeometry
-from hf_crosscache.compat import prefill
-from hf_crosscache.errors import UnsupportedModelError
+from hf_crosscache.compat import cache_argument, prefill, states_of
+from hf_crosscache.errors import GeometryError, UnsupportedModelError
 from hf_crosscache.geometry import check_positions
 
 SMALL = {
@@ -35,6 +37,7 @@ SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+TINY_GEMMA4 = {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8, "hidden_size_per_layer_input": 0}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,9 +60,10 @@ def test_more_families_are_read_right(family):
     assert {layer.rotary_dim for layer in geometry.layers} == {8 if family == "glm4" else 16}
     assert {table.interleaved for table in geometry.rotary} == {family in ("glm4", "cohere2")}
     turns = [True, family not in ("smollm3", "cohere2"), True]
-    assert [bool(table.inv_freq.any()) for table in geometry.rotary] == turns
-    mixed = family in ("gemma2", "gemma3", "ministral", "gpt_oss", "cohere2")
-    assert [layer.sliding_window for layer in geometry.layers] == ([8, None, 8] if mixed else [None] * 3)
+    assert [bool(table.inv_freq.any()) for table in geometry.rotary][:3] == turns
+    mixed = family.startswith("gemma") or family in ("ministral", "gpt_oss", "cohere2")
+    windows = [8, None, 8, 8, None] if mixed else [None] * 3
+    assert [layer.sliding_window for layer in geometry.layers] == windows[: 5 if family == "gemma4_tied" else 3]
     again = CacheGeometry.from_dict(json.loads(json.dumps(geometry.to_dict())))
     assert geometry.difference(again) is None and again.difference(geometry) is None
 
@@ -175,7 +179,11 @@ def test_weights_on_turned_keys_are_refused():
             Qwen3NextConfig(**SMALL, num_experts=2, layer_types=["full_attention", "linear_attention"]),
             "layer 1: a layer of linear_attention",
         ),
-        (Gemma3nTextConfig(num_hidden_layers=20, num_kv_shared_layers=10), "layer 10: shares the cache of an earlier layer"),
+        (Gemma4TextConfig(), r"layer 5: .* \(4, 256\) in layer 0, \(4, 512\) here"),
+        (Gemma4TextConfig(global_head_dim=256, attention_k_eq_v=True, num_global_key_value_heads=1), r"layer 5: .* \(1, 256\) here"),
+        (Gemma4TextConfig(**TINY_GEMMA4, num_kv_shared_layers=2), "all its layers read the states of another model"),
+        (Gemma4TextConfig(**TINY_GEMMA4, use_bidirectional_attention="all"), "attend to later ones"),
+        (GemmaConfig(**SMALL, use_bidirectional_attention=True), "attend to later ones"),
     ],
     ids=lambda case: getattr(case, "model_type", ""),
 )
@@ -184,6 +192,19 @@ def test_other_kinds_of_layer_are_refused_by_name(config, message):
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedModelError, match=message):
         CacheGeometry.from_model(model)
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+def test_layers_that_share_states_have_none_of_their_own(family):
+    model, ids = tiny_model(family), random_ids(2, 20)
+    geometry = CacheGeometry.from_model(model)
+    assert len(geometry) == 3 and model.config.num_hidden_layers == 5
+    assert len(prefill(model, ids)[0].layers) == 3
+    from_config = DynamicCache(config=model.config)  # with two empty layers from transformers 5.24 on
+    model(ids, use_cache=True, **cache_argument(from_config))
+    assert [keys.shape[1:2] for keys, _ in states_of(from_config)] == [(2,)] * 3
+    with pytest.raises(GeometryError, match="promises 2 layers with keys and values of their own, the model caches 3"):
+        check_positions(model, replace(geometry, layers=geometry.layers[:2], rotary=geometry.rotary[:2]))
 
 
 def test_artefacts_saved_before_the_order_of_pairs_was_written_are_half_split():

@@ -132,6 +132,15 @@ def test_the_base_model_as_a_target():
         decoder(ids[:, 19:], use_cache=False, **cache_argument(handed_over(model, ids)))
 
 
+def test_replicas_of_data_parallel_are_refused():
+    model, ids = tiny_model("llama"), random_ids(2, 20)
+    cache = handed_over(model, ids)
+    replica = decoder_of(model)._replicate_for_data_parallel()
+    with pytest.raises(HandOffError, match="nn.DataParallel gives one translated cache to all its replicas"):
+        replica(ids[:1, 19:], **cache_argument(cache))
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
 @pytest.mark.parametrize("settings", [{"prompt_lookup_num_tokens": 3}, {"assisted": True}])
 def test_a_prompt_that_cannot_be_told_from_what_follows_it(settings):
     """Where generate has dropped a mask of ones, as it does from transformers 5.18 on."""

@@ -9,7 +9,7 @@ import torch
 from builders import a_model, generate, random_ids
 
 from hf_crosscache import TranslatedCache
-from hf_crosscache.compat import cache_argument, prefill
+from hf_crosscache.compat import cache_argument, prefill, states_of
 from hf_crosscache.errors import HandOffError, HandOffWarning
 
 FAMILIES = ["llama", "gemma3"]
@@ -122,6 +122,34 @@ def test_padded_batches_fall_back_too(family):
     with falls_back_once(1, "not finite"):
         found = generate(model, ids, cache, attention_mask=mask)
     assert torch.equal(found, generate(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_extension_of_a_padded_batch_falls_back_too(family):
+    (model, translator), ids = a_model(family), random_ids(2, 30)
+    mask = torch.ones_like(ids)
+    ids[1, :7], mask[1, :7] = model.config.pad_token_id, 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    source_cache, _ = prefill(model, ids[:, :14], attention_mask=mask[:, :14])
+    cache = TranslatedCache(source_cache, translator, target_model=model, on_error="prefill", **given)
+    cache.extend(damaged(model, ids, 1, float("nan"), attention_mask=mask), **given)
+    with falls_back_once(1, "not finite"):
+        found = generate(model, ids, cache, attention_mask=mask)
+    assert torch.equal(found, generate(model, ids, attention_mask=mask))
+    assert cache.report().fallen_back == ((13, 29),)
+
+
+def test_an_extension_behind_fewer_than_the_first_tokens_gets_these_from_the_target():
+    (model, translator), ids = a_model("llama"), random_ids(1, 20)
+    wrong = replace(translator, values=tuple(replace(layer, mean_y=layer.mean_y + 1) for layer in translator.values))
+    cache = TranslatedCache(prefill(model, ids[:, :3])[0], wrong, target_model=model, input_ids=ids)
+    cache.extend(prefill(model, ids)[0], input_ids=ids)
+    off = [
+        (layer.values - own).abs().amax((0, 1, 3))
+        for layer, (_, own) in zip(cache.layers, states_of(prefill(model, ids[:, :19])[0]), strict=True)
+    ]
+    assert all(layer[:4].max() < 1e-4 and layer[4:].min() > 0.9 for layer in off)
+    assert (cache.report().native_tokens, cache.report().translated_tokens) == (4, 15)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from builders import generate, identity_translator, planted_twin, random_ids, tiny_model
 from transformers import AutoTokenizer
 
 from hf_crosscache import HandoffSession
-from hf_crosscache.errors import GeometryError, HandOffError, IdentityError
+from hf_crosscache.errors import GeometryError, HandOffError, HandOffWarning, IdentityError
 
 
 def equals(family="llama", count=2, **settings):
@@ -85,8 +87,6 @@ def test_native_states_are_never_replaced():
 
 
 def _between(source, target):
-    from dataclasses import replace
-
     return replace(source, target=target.source)
 
 
@@ -114,6 +114,56 @@ def test_a_failure_leaves_the_conversation_as_it_was():
     assert torch.equal(session.input_ids[:, : before.shape[1]], before) and session.native_spans("a") == spans
     session.generate("a", max_new_tokens=3, do_sample=False)
     assert torch.equal(session.input_ids, generate(model, session.input_ids[:, :-3], max_new_tokens=3))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n"])
+def test_what_a_model_read_itself_for_want_of_a_translation_is_handed_on(family):
+    """From a to b translation fails, and c takes from b alone."""
+    model = tiny_model(family)
+    models, translator = {name: copy.deepcopy(model) for name in "abc"}, identity_translator(model)
+    small = {role: torch.full((len(translator.keys),), 1e-6) for role in ("keys", "values")}
+    session = HandoffSession(models, {("a", "b"): replace(translator, reach=small), ("b", "c"): translator}, on_error="prefill")
+    with pytest.warns(HandOffWarning, match="100 times as large") as caught:
+        mine, alone = converse(session, model, "abcbc")
+    assert torch.equal(mine, alone)
+    assert len([one for one in caught if issubclass(one.category, HandOffWarning)]) == 1
+    first, b, c = session.turns[:3]
+    whole = first.read + first.generated - 1  # of what a said, it has not read the last token
+    assert (b.translated, b.prefilled) == (0, whole) and b.read > 0 and b.switch_seconds > 0
+    assert session.native_spans("b")[:2] == [(0, 4), (4, whole)]
+    assert c.translated == whole + b.read + b.generated - 1 - 4 and c.prefilled == 4
+
+
+def test_a_failed_translation_ends_the_turn_where_that_is_asked_for():
+    session, model = equals()
+    small = {role: torch.full((3,), 1e-6) for role in ("keys", "values")}
+    session._translators["a", "b"] = replace(session._translators["a", "b"], reach=small)
+    converse(session, model, "a")
+    before = session.add(random_ids(1, 4, seed=9)).input_ids.clone()
+    with pytest.raises(HandOffError, match="Target layer 0: translated keys are more than 100 times"):
+        session.generate("b", max_new_tokens=3)
+    assert torch.equal(session.input_ids, before) and session.native_spans("b") == []
+    session.generate("a", max_new_tokens=3, do_sample=False)
+    assert torch.equal(session.input_ids, generate(model, before, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("how", ["cpu", "dispatch"])
+@pytest.mark.parametrize("family", ["llama", "gemma3n"])
+def test_offloaded_models(how, family):
+    model, cpu = tiny_model(family), torch.device("cpu")
+    models = {name: copy.deepcopy(model) for name in "ab"}
+    if how == "cpu":
+        accelerate.cpu_offload(models["b"], execution_device=cpu)
+    else:
+        layers = {f"model.layers.{i}": "cpu" for i in range(model.config.num_hidden_layers)}
+        rest = {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
+        skipped = {"skip_keys": model._skip_keys_device_placement, "force_hooks": True}  # as from_pretrained does
+        accelerate.dispatch_model(models["b"], {**layers, **rest, "lm_head": "cpu"}, main_device="cpu", **skipped)
+        assert models["b"].hf_device_map
+    translator = identity_translator(model)
+    session = HandoffSession(models, {("a", "b"): translator, ("b", "a"): translator})
+    mine, alone = converse(session, model, "abab")
+    assert torch.equal(mine, alone) and all(turn.translated for turn in session.turns[1:])
 
 
 def test_a_fork_goes_on_by_itself():

@@ -1,15 +1,17 @@
 """A pending layer and the layer that it becomes are one and the same to whoever asks."""
 
 import copy
+import pickle
 
 import pytest
 import torch
-from builders import a_model, random_ids
+from builders import a_model, generate, identity_translator, random_ids, tiny_model
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_crosscache import TranslatedCache
 from hf_crosscache.compat import cache_argument, prefill
+from hf_crosscache.errors import HandOffError
 
 
 def handed_over(family, tokens=20, **changes):
@@ -119,3 +121,57 @@ def test_a_layer_that_is_reset_begins_anew(family):
         assert layer.get_seq_length() == 0 and layer.get_mask_sizes(3) == (3, 0) and not layer.is_pending
         keys, values = new_states(3)
         assert torch.equal(layer.update(keys, values)[0], keys)
+
+
+FAILURES = {"memory": torch.OutOfMemoryError("no memory"), "interrupt": KeyboardInterrupt()}
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "unguarded"])
+@pytest.mark.parametrize("translated", [False, True], ids=["pending", "translated"])
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_pass_that_ended_in_its_midst_is_never_gone_on_with(family, failure, translated, guarded):
+    model, ids = tiny_model(family), random_ids(1, 20)
+    translator = identity_translator(model)
+    cache = TranslatedCache(prefill(model, ids)[0], translator, target_model=model, input_ids=ids)
+    if translated:
+        cache.translate()
+    before = cache.fork()
+
+    def fail(*_):
+        raise FAILURES[failure]
+
+    handle = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(type(FAILURES[failure])):
+        generate(model, ids, cache)
+    handle.remove()
+    reads = model if guarded else tiny_model(family)
+    uses = [
+        lambda: generate(reads, ids, cache),
+        lambda: reads(ids[:, 19:], **cache_argument(cache)),
+        lambda: generate(reads, ids, cache.fork()),
+        cache.to_dynamic_cache,
+        lambda: cache.to_static_cache(40),
+        lambda: list(cache),
+        lambda: copy.deepcopy(cache).batch_repeat_interleave(2),
+        lambda: pickle.dumps(cache),
+        lambda: cache.crop(-1),
+        lambda: cache.extend(prefill(model, random_ids(1, 30))[0]),
+    ]
+    for use in uses:
+        with torch.no_grad(), pytest.raises(HandOffError, match="Target layer 1 holds 19 positions, layer 0 holds 20: a forward pass"):
+            use()
+    for good in (before, cache):
+        if good is cache:
+            cache.reset()
+        assert torch.equal(generate(model, ids, good), generate(model, ids))
+
+
+def test_a_pass_that_ended_before_its_first_layer_may_be_made_again():
+    model, ids = tiny_model("llama"), random_ids(1, 20)
+    cache = TranslatedCache(prefill(model, ids)[0], identity_translator(model), target_model=model, input_ids=ids)
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, ids, cache)
+    handle.remove()
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))

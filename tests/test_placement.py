@@ -78,6 +78,7 @@ def test_layers_work_where_accelerate_brings_them(tmp_path):
     assert layer_devices(tiny_model("llama"), 3) is None
     model = OFFLOADED["split"](tiny_model("llama"), str(tmp_path))
     assert layer_devices(model, 3) == (CPU, CPU, CPU)
+    assert layer_devices(model, 2) == (CPU, CPU)  # the third has no states of its own
     assert layer_devices(model, 4) is None  # not the layers that the translator knows
     hooks = [next(part._hf_hook for part in layer.modules() if hasattr(part, "_hf_hook")) for layer in model.model.layers]
     hooks[1].execution_device, hooks[2].execution_device = "cuda:1", "cuda:3"

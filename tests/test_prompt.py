@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from builders import generate, identity_translator, random_ids, tiny_model
+from builders import VOCABULARY, generate, identity_translator, random_ids, tiny_model, tiny_model_that_sees
 
 from hf_crosscache import CacheGeometry, TranslatedCache
 from hf_crosscache.compat import prefill
@@ -121,3 +121,14 @@ def test_rows_that_were_moved_are_not_compared():
     cache = TranslatedCache(prefill(model, ids)[0], identity_translator(model), target_model=model, input_ids=ids)
     cache.batch_select_indices(torch.tensor([1]))
     assert torch.equal(generate(model, ids[1:], cache), generate(model, ids[1:]))
+
+
+def test_a_model_that_sees_is_handed_text_alone():
+    model, ids = tiny_model_that_sees(), random_ids(2, 24).clamp_max(VOCABULARY - 2)
+    translator, source_cache = identity_translator(model), prefill(model, ids)[0]
+    cache = TranslatedCache(source_cache, translator, target_model=model, input_ids=ids)
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
+    ids[1, 7] = VOCABULARY - 1
+    with pytest.raises(HandOffError, match="Row 1, token 7 of the context is the target's image_token_id 255"):
+        TranslatedCache(source_cache, translator, target_model=model, input_ids=ids)
+    TranslatedCache(source_cache, translator, target_model=model, input_ids=ids, recompute_last=17)  # which the target reads

@@ -138,7 +138,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gemma3n"])
 def test_what_is_read_does_not_depend_on_the_kind_of_cache(kind, family):
     model, ids = tiny_model(family, sliding_window=32), random_ids(2, 12)
     wanted = pairs_of(prefill(model, ids)[0])

@@ -150,7 +150,7 @@ def test_what_must_not_be_used_is_found_in_whichever_layer(groups, value, reason
     pending = hand_off(with_reach(10.0), damage=(1, role, value))
     with pytest.raises(HandOffError, match=f"Target layer 1: translated {('keys', 'values')[role]} are .*{reason}"):
         pending.take(0, None)  # built beside it
-    assert pending.failed
+    assert pending.failure is not None
     for layer_idx in LAYERS:
         with pytest.raises(HandOffError, match="Target layer 1"):
             pending.take(layer_idx, None)
@@ -159,7 +159,7 @@ def test_what_must_not_be_used_is_found_in_whichever_layer(groups, value, reason
 def test_size_is_no_fault_where_the_fit_did_not_note_it():
     pending = hand_off(damage=(1, 1, 1e5))
     pending.translate_all()
-    assert not pending.failed and pending.take(1, None)[1].abs().max() == 1e5
+    assert pending.failure is None and pending.take(1, None)[1].abs().max() == 1e5
 
 
 def test_none_is_taken_where_another_must_not_be_used(monkeypatch):
