@@ -22,7 +22,7 @@ def share_recovered(worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, 
     """(worst - arm) / (worst - best) of the means of `[n]` scores, with the 2.5 and 97.5 % quantiles of its bootstrap."""
     means = [scores[draws].mean(1) for scores in (worst, arm, best)]
     ratios = (means[0] - means[1]) / (means[0] - means[2])
-    return (((worst.mean() - arm.mean()) / (worst.mean() - best.mean())).item(), *_quantiles(ratios))
+    return (((worst.mean() - arm.mean()) / (worst.mean() - best.mean())).item() + 0.0, *_quantiles(ratios + 0.0))  # -0 becomes 0
 
 
 def paired_p_value(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -27,11 +27,13 @@ try:
     from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise ImportError(f'{error}: the adapter needs lm-evaluation-harness; pip install "hf-crosscache[lm_eval]".') from error
+    raise ImportError(f"{error}: the adapter needs lm-evaluation-harness; pip install -e '.[lm_eval]'.") from error
+
+_HFLM: Any = HFLM  # a decorator of the harness hides its type
 
 
 @register_model("hf_crosscache")
-class TranslatedLM(HFLM):
+class TranslatedLM(_HFLM):
     """A target model of the harness that never reads a context itself, but for its last tokens.
 
     `loglikelihood`: the source reads the context once for all its continuations, the target scores those from the translated cache.

@@ -27,7 +27,7 @@ class TaskScore:
     task, metric: see `hf_crosscache.tasks.TASKS`. items: contexts. questions: asked over all of them.
     accuracy: share of questions that are answered right; for "tokens", share of tokens.
     retention: arm / native. floor_normalised_retention: (arm - none) / (native - none). gap_recovered: (arm - source) / (native - source).
-        Each is None where its denominator is not clear of zero: where its own 95 % interval reaches zero.
+        Each is None where its denominator is not clear of zero: where it is not positive in every resample of the bootstrap.
     *_low, *_high: ends of a 95 % bootstrap interval over items.
     p_value: of a two-sided paired test over items against the translated arm; None for that arm.
     """
@@ -185,5 +185,5 @@ def _summarize(task: str, items: Sequence[Item], by_arm: dict[str, torch.Tensor]
 def _share(
     worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, draws: torch.Tensor
 ) -> tuple[float, float, float] | tuple[None, None, None]:
-    _, low, _ = mean(best - worst, draws)
-    return share_recovered(worst, arm, best, draws) if low > 0 else (None, None, None)
+    clear = bool(((best - worst)[draws].mean(1) > 0).all())
+    return share_recovered(worst, arm, best, draws) if clear else (None, None, None)

@@ -94,6 +94,14 @@ def test_shares_are_told_only_where_there_is_something_to_share():
     assert translated.retention_low < 0.5 < translated.retention_high and translated.gap_recovered is None
 
 
+def test_no_share_is_told_of_a_gap_that_some_resample_does_not_show():
+    items = [Item(0, (1,), (Question((1,), ((2,), (3,))),))] * 20
+    few = torch.arange(20).lt(4).double()  # 4 of 20: one resample in a hundred has none of them
+    columns = {"native": few, "none": few * 0, "source": few * 0, "translated": few}
+    scores = _summarize("retrieve_key", items, {arm: column[:, None].expand(-1, 3) for arm, column in columns.items()})
+    assert all(score.retention is score.floor_normalised_retention is score.gap_recovered is None for score in scores)
+
+
 def test_strangers_are_refused(translator, small, large, texts):
     with pytest.raises(CrossCacheError, match="another tokenizer"):
         evaluate_tasks(translator, small, large, AutoTokenizer.from_pretrained(MODELS / "gemma3"), texts)
