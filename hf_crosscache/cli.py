@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from . import artefact, benchmark, demo, ops, report
+from . import artefact, benchmark, demo, ops, report, task_report
 from .cache import TranslatedCache
 from .calibration import Calibration
 from .compat import cache_argument, prefill
@@ -19,6 +19,8 @@ from .errors import CrossCacheError
 from .evaluation import evaluate_translator
 from .fitting import fit_translator
 from .geometry import CacheGeometry
+from .task_evaluation import evaluate_tasks
+from .tasks import TASKS
 from .translator import CacheTranslator
 
 
@@ -67,13 +69,31 @@ def _eval(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
     )
     print(report.results_table(evaluation))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(evaluation.to_dict(), indent=1) + "\n", encoding="utf-8")
+    _write_json(args.json, evaluation.to_dict())
     if args.csv:
         report.append_csv(args.csv, evaluation, translator, args.translator, target.device, args.commit)
     if args.record:
         artefact.record(args.translator, {"evaluation": evaluation.to_dict()})
+
+
+def _tasks(args: argparse.Namespace) -> None:
+    translator, source, target, tokenizer = _load(args)
+    evaluation = evaluate_tasks(
+        translator,
+        source,
+        target,
+        tokenizer,
+        args.texts,
+        tasks=args.tasks,
+        items=args.items,
+        context_tokens=args.context_tokens,
+        recompute_last=args.recompute_last,
+        batch_size=args.batch_size,
+    )
+    print(task_report.tasks_table(evaluation))
+    _write_json(args.json, evaluation.to_dict())
+    if args.csv:
+        task_report.append_csv(args.csv, evaluation, translator, target.device, args.commit)
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -118,6 +138,12 @@ def _bench(args: argparse.Namespace) -> None:
 
 def _demo(args: argparse.Namespace) -> None:
     demo.run(args.examples)
+
+
+def _write_json(path: Path | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _print_info(folder: Path) -> None:
@@ -189,12 +215,18 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--windows", type=int, default=256)
     evaluate.add_argument("--context-tokens", type=int, default=384)
     evaluate.add_argument("--continuation-tokens", type=int, default=128)
-    evaluate.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target")
     evaluate.add_argument("--batch-size", type=int, default=8)
-    evaluate.add_argument("--json", type=Path, help="also write the result here")
-    evaluate.add_argument("--csv", type=Path, help="also append a row an arm here")
-    evaluate.add_argument("--commit", default="", help="what the rows say of the code that ran")
+    _add_results(evaluate)
     evaluate.add_argument("--record", action="store_true", help="also record the result in the translator's summary")
+
+    tasks = command("tasks", _tasks, "Measure what a target can do with a translated context, on tasks made of held-out texts.")
+    _add_translator(tasks)
+    _add_texts(tasks)
+    tasks.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
+    tasks.add_argument("--items", type=int, default=500, help="contexts of each task")
+    tasks.add_argument("--context-tokens", type=int, default=384)
+    tasks.add_argument("--batch-size", type=int, default=16, help="contexts at once")
+    _add_results(tasks)
 
     generate = command("generate", _generate, "Let the source read a prompt and the target answer it.")
     _add_translator(generate)
@@ -233,6 +265,13 @@ def _add_translator(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", help="the source model, where it is not where it was at the fit")
     parser.add_argument("--target", help="the target model, likewise")
     _add_placement(parser)
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--csv", type=Path, help="also append a row an arm here")
+    parser.add_argument("--commit", default="", help="what the rows say of the code that ran")
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:

@@ -14,11 +14,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokeniz
 
 from .cache import TranslatedCache
 from .compat import cache_argument, prefill, states_of
+from .intervals import mean, resamples, share_recovered
 from .placement import device_of
 from .texts import read_documents, token_windows
 from .translator import CacheTranslator
-
-_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -190,32 +189,14 @@ def _score(logits: torch.Tensor, native: torch.Tensor, labels: torch.Tensor) -> 
 
 
 def _summarize(by_arm: dict[str, torch.Tensor]) -> tuple[Arm, ...]:
-    generator = torch.Generator().manual_seed(0)
     n = len(by_arm["native"])
-    draws = torch.randint(n, (_RESAMPLES, n), generator=generator)
+    draws = resamples(n)
     native, none, source = (by_arm[arm][:, 0].double() for arm in ("native", "none", "source"))
     arms = []
     for name, scores in by_arm.items():
         nll = scores[:, 0].double()
         _, kl, top1 = scores.double().unbind(1)
-        context = _recovered(none, nll, native, draws)
-        gap = _recovered(source, nll, native, draws) if source.mean() > native.mean() else (None, None, None)
-        arms.append(Arm(name, n, *_mean(nll, draws), *_mean(kl, draws), *_mean(top1, draws), *context, *gap))
+        context = share_recovered(none, nll, native, draws)
+        gap = share_recovered(source, nll, native, draws) if source.mean() > native.mean() else (None, None, None)
+        arms.append(Arm(name, n, *mean(nll, draws), *mean(kl, draws), *mean(top1, draws), *context, *gap))
     return tuple(arms)
-
-
-def _mean(scores: torch.Tensor, draws: torch.Tensor) -> tuple[float, float, float]:
-    """Mean over windows, with the 2.5 and 97.5 % quantiles of its bootstrap."""
-    return (scores.mean().item(), *_quantiles(scores[draws].mean(1)))
-
-
-def _recovered(worst: torch.Tensor, arm: torch.Tensor, best: torch.Tensor, draws: torch.Tensor) -> tuple[float, float, float]:
-    """(worst - arm) / (worst - best) of the means, with the 2.5 and 97.5 % quantiles of its bootstrap."""
-    means = [scores[draws].mean(1) for scores in (worst, arm, best)]
-    ratios = (means[0] - means[1]) / (means[0] - means[2])
-    return (((worst.mean() - arm.mean()) / (worst.mean() - best.mean())).item(), *_quantiles(ratios))
-
-
-def _quantiles(resampled: torch.Tensor) -> tuple[float, float]:
-    low, high = torch.quantile(resampled, torch.tensor([0.025, 0.975], dtype=resampled.dtype)).tolist()
-    return low, high

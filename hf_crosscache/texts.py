@@ -74,6 +74,19 @@ def token_windows(
     count: int,
     seed: int = 0,
 ) -> torch.Tensor:
+    """Return the ids of `document_windows` alone, `[n, length]` on the CPU, n at most `count`."""
+    return torch.tensor([ids for _, ids in document_windows(documents, tokenizer, split=split, length=length, count=count, seed=seed)])
+
+
+def document_windows(
+    documents: Iterable[Document],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    split: str,
+    length: int,
+    count: int,
+    seed: int = 0,
+) -> list[tuple[int, list[int]]]:
     """Cut the documents of one split into token windows, each starting the way the tokenizer starts a text.
 
     Documents are taken in a random order and share the windows evenly, from random places, so that a few long works do not make up the
@@ -81,7 +94,7 @@ def token_windows(
     The windows depend on the seed and the texts alone.
 
     Returns:
-        `[n, length]` token ids on the CPU, n at most `count`.
+        At most `count` pairs: a number that the windows of one work share, and `length` token ids.
 
     Raises:
         CalibrationError: no document of the split is `length` tokens long.
@@ -92,15 +105,18 @@ def token_windows(
     opening = opening_ids(tokenizer)
     body = length - len(opening)
     share = -(-count // max(1, len(chosen)))
-    windows: list[list[int]] = []
-    spare: list[list[int]] = []
+    works: dict[str, int] = {}
+    windows: list[tuple[int, list[int]]] = []
+    spare: list[tuple[int, list[int]]] = []
     with tqdm(total=count, desc=f"tokenize {split}", unit="window", delay=5) as progress:
         for start in range(0, len(chosen), _DOCUMENTS_AT_ONCE):
             if len(windows) >= count:
                 break
-            texts = [document.text for document in chosen[start : start + _DOCUMENTS_AT_ONCE]]
-            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
-                cut = [opening + ids[at : at + body] for at in range(0, len(ids) - body + 1, body)]
+            some = chosen[start : start + _DOCUMENTS_AT_ONCE]
+            encoded = tokenizer([document.text for document in some], add_special_tokens=False, verbose=False)["input_ids"]
+            for document, ids in zip(some, encoded, strict=True):
+                work = works.setdefault(document.work or document.text, len(works))
+                cut = [(work, opening + ids[at : at + body]) for at in range(0, len(ids) - body + 1, body)]
                 rng.shuffle(cut)
                 windows += cut[:share]
                 spare += cut[share : share + max(0, count - len(spare))]
@@ -111,7 +127,7 @@ def token_windows(
             f"None of the {len(chosen)} documents held for {split!r} is {length} tokens long. "
             "Give more or longer texts, or a smaller window."
         )
-    return torch.tensor(windows)
+    return windows
 
 
 def enough(tokens: int, documents: Iterable[Document]) -> Iterator[Document]:

@@ -42,6 +42,18 @@ def test_eval_prints_writes_and_records(folder, tmp_path, capsys):
     assert "context recovered on held-out documents: 0." in capsys.readouterr().out
 
 
+def test_tasks_prints_and_writes_a_row_a_score(folder, tmp_path, capsys):
+    command = ["tasks", str(folder), *PAIR, "--texts", str(TEXTS), "--tasks", "copy_passage", "--items", "8", "--context-tokens", "128"]
+    assert main([*command, "--json", str(tmp_path / "t.json"), "--csv", str(tmp_path / "t.csv"), "--commit", "abc"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    scores = json.loads((tmp_path / "t.json").read_text())["scores"]
+    assert len(table) == 1 + len(scores) == 1 + 5 * 2 and "copy_passage" in table[1] and "wrong_document" in table[-1]
+    with (tmp_path / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["arm"], row["metric"]) for row in rows] == [(score["arm"], score["metric"]) for score in scores]
+    assert {(row["k"], row["context_tokens"], row["items"], row["commit"]) for row in rows} == {("4", "128", "8", "abc")}
+
+
 def test_generate_answers(folder, tmp_path, capsys):
     prompt = "The CREATE TABLE command creates a new table in the current database. The table is owned by the user"
     command = ["generate", str(folder), *PAIR, "--max-new-tokens", "8", "--recompute-last", "4"]
