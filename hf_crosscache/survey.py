@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from .texts import Document, enough, read_documents, token_windows
 from .translator import CacheTranslator
 
 RECOMPUTE_LAST = (0, 4, 16, 64)
-CONTEXT_TOKENS = (128, 256, 384, 1024, 4096)
+CONTEXT_TOKENS = (128, 256, 384, 1024, 2048, 4096)
 _LEAST_WINDOWS = 8  # of a context length, below which an interval over windows says nothing
 _ATTENTION_WINDOWS = 32
 
@@ -77,7 +78,7 @@ def survey_translator(
         CalibrationError: fewer than two windows of test documents of `context_tokens + continuation_tokens`.
     """
     lengths = sorted({*lengths, context_tokens})
-    recompute_lasts = sorted({n for n in (*recompute_lasts, recompute_last) if n < context_tokens})
+    recompute_lasts = sorted({recompute_last, *(n for n in recompute_lasts if n < context_tokens)})
     documents = _held_out(texts, windows * (lengths[-1] + continuation_tokens))
     window_tokens = context_tokens + continuation_tokens
     ids = token_windows(documents, tokenizer, split="test", length=window_tokens, count=min(windows, _ATTENTION_WINDOWS), seed=seed)
@@ -94,7 +95,19 @@ def survey_translator(
             continuation_tokens=continuation_tokens, recompute_last=left, batch_size=at_once, seed=seed,
         )  # fmt: skip
 
-    with tqdm(total=len(recompute_lasts) + len(lengths), desc="survey", unit="part") as progress:
+    def unfit(length: int) -> str | None:
+        if length + continuation_tokens > most:
+            return f"with the continuation it goes beyond the {most:,} positions that the models are made for"
+        if recompute_last >= length:
+            return f"the last {recompute_last} tokens are left to the target, so that nothing would be handed over"
+        try:
+            n = len(token_windows(documents, tokenizer, split="test", length=length + continuation_tokens, count=windows, seed=seed))
+        except CalibrationError as error:
+            return str(error)
+        return None if n >= min(windows, _LEAST_WINDOWS) else f"the test documents hold only {n} windows so long"
+
+    most = _most_positions(source_model, target_model)
+    with tqdm(total=len(recompute_lasts) + len(lengths) + 1, desc="survey", unit="part") as progress:
         by_recompute_last = []
         for left in recompute_lasts:
             by_recompute_last.append(evaluated(context_tokens, left))
@@ -102,14 +115,11 @@ def survey_translator(
         evaluation = next(found for found in by_recompute_last if found.recompute_last == recompute_last)
         by_context_tokens, not_measured = [], {}
         for length in lengths:
-            try:
-                _check_length(length, continuation_tokens, recompute_last, source_model, target_model)
-                found = evaluation if length == context_tokens else evaluated(length, recompute_last)
-                if length != context_tokens and found["native"].n < min(windows, _LEAST_WINDOWS):
-                    raise CalibrationError(f"only {found['native'].n} windows of test documents are so long")
-                by_context_tokens.append(found)
-            except CalibrationError as error:
-                not_measured[length] = str(error)
+            why = None if length == context_tokens else unfit(length)
+            if why is not None:
+                not_measured[length] = why
+            else:
+                by_context_tokens.append(evaluation if length == context_tokens else evaluated(length, recompute_last))
             progress.update()
         try:
             attention = attention_cosine(translator, source_model, target_model, ids, context_tokens, batch_size=batch_size)
@@ -128,16 +138,10 @@ def survey_translator(
     )
 
 
-def _check_length(length: int, continuation: int, recompute_last: int, *models: PreTrainedModel) -> None:
-    """Raise CalibrationError for a context length that cannot be measured, saying why."""
+def _most_positions(*models: PreTrainedModel) -> float:
+    """Positions that all of some models are made for; infinite where none of them says."""
     made_for = [getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) for model in models]
-    most = min([positions for positions in made_for if positions is not None], default=None)
-    if most is not None and length + continuation > most:
-        raise CalibrationError(
-            f"with a continuation of {continuation} that is more than the {most:,} positions that the models are made for"
-        )
-    if recompute_last >= length:
-        raise CalibrationError(f"the last {recompute_last} tokens are left to the target, so that nothing would be handed over")
+    return min([positions for positions in made_for if positions is not None], default=math.inf)
 
 
 def _held_out(texts: str | Path | Iterable[Any], tokens: int) -> list[Document]:

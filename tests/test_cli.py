@@ -42,6 +42,26 @@ def test_eval_prints_writes_and_records(folder, tmp_path, capsys):
     assert "context recovered on held-out documents: 0." in capsys.readouterr().out
 
 
+def test_report_writes_a_page(folder, tmp_path, capsys):
+    command = [
+        "report",
+        str(folder),
+        *PAIR,
+        "--texts",
+        str(TEXTS),
+        "--windows",
+        "8",
+        "--context-tokens",
+        "96",
+        "--continuation-tokens",
+        "32",
+    ]
+    assert main([*command, "--out", str(tmp_path / "new" / "page.html")]) == 0
+    verdict, path = capsys.readouterr().out.splitlines()
+    page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    assert "llama keeps " in verdict and path.endswith("page.html") and page.startswith("<!doctype html>")
+
+
 def test_generate_answers(folder, tmp_path, capsys):
     prompt = "The CREATE TABLE command creates a new table in the current database. The table is owned by the user"
     command = ["generate", str(folder), *PAIR, "--max-new-tokens", "8", "--recompute-last", "4"]

@@ -12,13 +12,13 @@ import hf_crosscache
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_kernels"
-MAY_IMPORT_TRANSFORMERS = {"artefact", "cache", "calibration", "cli", "compat", "demo", "evaluation", "export", "first_tokens", "geometry",
-                           "guard", "handoff", "identity", "layers", "placement", "prompt", "report", "rotary", "source", "texts",
-                           "translator"}  # fmt: skip
+MAY_IMPORT_TRANSFORMERS = {"artefact", "attention_cosine", "cache", "calibration", "cli", "compat", "demo", "evaluation", "export",
+                           "first_tokens", "geometry", "guard", "handoff", "identity", "layers", "placement", "prompt", "report",
+                           "rotary", "source", "survey", "texts", "translator"}  # fmt: skip
 ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identity", "ops", "states", "moments", "ridge", "maps",
          "translator", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens", "translation", "hand_off_report",
-         "layers", "guard", "export", "cache", "handoff", "calibration", "evaluation", "report", "benchmark", "demo", "cli",
-         "__init__"]  # fmt: skip
+         "layers", "guard", "export", "cache", "handoff", "calibration", "attention_cosine", "evaluation", "report", "survey",
+         "charts", "html_report", "benchmark", "demo", "cli", "__init__"]  # fmt: skip
 
 
 def imports(path):
@@ -70,5 +70,10 @@ def test_a_wheel_holds_exactly_the_two_packages(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names}
     assert packages == {"hf_crosscache", "hf_crosscache_kernels", f"hf_crosscache-{hf_crosscache.__version__}.dist-info"}
-    assert {"hf_crosscache/py.typed", "hf_crosscache_kernels/py.typed", "hf_crosscache_kernels/reference.py"} <= set(names)
+    assert {
+        "hf_crosscache/report_page.html",
+        "hf_crosscache/py.typed",
+        "hf_crosscache_kernels/py.typed",
+        "hf_crosscache_kernels/reference.py",
+    } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
