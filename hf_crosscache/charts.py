@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from markupsafe import Markup
 
@@ -139,10 +140,15 @@ def curves(places: Sequence[float], ticks: Sequence[tuple[float, str]], x_title:
         parts.append(_text(x(place), bottom + 17, label, "middle"))
     parts.append(_text((left + width) / 2, bottom + 38, x_title, "middle"))
     for line in lines:
-        drawn = [(x(place), point) for place, point in zip(places, line.points, strict=True) if point is not None and point[0] >= low]
-        path = " ".join(f"{at:.1f},{y(point[0]):.1f}" for at, point in drawn)
-        parts.append(Markup('<g class="series s{}"><polyline points="{}"/>').format(line.style, path))
-        for at, (value, below, above) in drawn:
+        parts.append(Markup('<g class="series s{}">').format(line.style))
+        drawn = [
+            (x(place), point) if point is not None and point[0] >= low else None for place, point in zip(places, line.points, strict=True)
+        ]
+        for before, after in pairwise(drawn):  # nothing is drawn across a point that is not
+            if before is not None and after is not None:
+                ends = before[0], y(before[1][0]), after[0], y(after[1][0])
+                parts.append(Markup('<line class="joint" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>').format(*ends))
+        for at, (value, below, above) in filter(None, drawn):
             told = f"{line.name}: {100 * value:.1f} %" + ("" if below == above else f" ({100 * below:.1f} to {100 * above:.1f} %)")
             parts.append(
                 Markup('<g><title>{}</title><line class="whisker" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>{}</g>').format(

@@ -184,8 +184,11 @@ def test_what_could_not_be_had_is_said():
 
 def test_points_below_the_axis_are_told():
     far = evaluation(gap=-4.0)
-    page = Page(html_report(a_survey(main=far, by_recompute_last=(far, evaluation(recompute_last=16)))))
+    series = evaluation(recompute_last=4), far, evaluation(recompute_last=16), evaluation(recompute_last=64)
+    page = Page(html_report(a_survey(main=far, by_recompute_last=series, by_context_tokens=(far,))))
     assert "Points below −100 % are not drawn (gap recovered)" in page.text and "−400.0 %" in page.text
+    joints = [attributes for _, attributes in page.tags if attributes.get("class") == "joint"]
+    assert len(joints) == 3 + 1 + 3  # context, gap with its second point left out, wrong document
 
 
 @pytest.mark.parametrize(("r2", "scale"), [(0.95, "0.9"), (-0.2, "≤ 0")])
