@@ -120,7 +120,7 @@ def curves(places: Sequence[float], ticks: Sequence[tuple[float, str]], x_title:
         places: where the points of each line stand, 0 (left) to 1, in rising order.
         ticks: where which label stands, likewise.
     """
-    width, height, left, top, bottom = 440, 280, 52, 12, 232
+    width, height, left, top, bottom = 440, 280, 58, 12, 232
     known = [point for line in lines for point in line.points if point is not None]
     low = max(-1.0, min([0.0, *(math.floor(4 * min(point)) / 4 for point in known)]))
     high = max([1.0, *(math.ceil(4 * point[0]) / 4 for point in known)])
