@@ -19,6 +19,8 @@ from .errors import CrossCacheError
 from .evaluation import evaluate_translator
 from .fitting import fit_translator
 from .geometry import CacheGeometry
+from .html_report import html_report, verdict
+from .survey import CONTEXT_TOKENS, survey_translator
 from .task_evaluation import evaluate_tasks
 from .tasks import TASKS
 from .translator import CacheTranslator
@@ -94,6 +96,28 @@ def _tasks(args: argparse.Namespace) -> None:
     _write_json(args.json, evaluation.to_dict())
     if args.csv:
         task_report.append_csv(args.csv, evaluation, translator, target.device, args.commit)
+
+
+def _report(args: argparse.Namespace) -> None:
+    translator, source, target, tokenizer = _load(args)
+    survey = survey_translator(
+        translator,
+        source,
+        target,
+        tokenizer,
+        args.texts,
+        windows=args.windows,
+        context_tokens=args.context_tokens,
+        continuation_tokens=args.continuation_tokens,
+        recompute_last=args.recompute_last,
+        lengths=args.lengths,
+        batch_size=args.batch_size,
+        size_mb=artefact.size_mb(args.translator),
+    )
+    page = args.translator / "report.html" if args.out is None else args.out
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(html_report(survey), encoding="utf-8")
+    print(f"{' '.join(verdict(survey))}\n{page}")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -227,6 +251,17 @@ def _parser() -> argparse.ArgumentParser:
     tasks.add_argument("--context-tokens", type=int, default=384)
     tasks.add_argument("--batch-size", type=int, default=16, help="contexts at once")
     _add_results(tasks)
+
+    told = command("report", _report, "Measure a translator from all sides and write one self-contained HTML page on it.")
+    _add_translator(told)
+    _add_texts(told)
+    told.add_argument("--windows", type=int, default=128, help="windows of held-out documents, for each figure")
+    told.add_argument("--context-tokens", type=int, default=384, help="of the main figures")
+    told.add_argument("--lengths", type=int, nargs="+", default=CONTEXT_TOKENS, help="context lengths, as far as the documents reach")
+    told.add_argument("--continuation-tokens", type=int, default=128)
+    told.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target; others are measured too")
+    told.add_argument("--batch-size", type=int, default=8)
+    told.add_argument("--out", type=Path, help="the page; default report.html in the translator's folder")
 
     generate = command("generate", _generate, "Let the source read a prompt and the target answer it.")
     _add_translator(generate)

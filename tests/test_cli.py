@@ -54,6 +54,26 @@ def test_tasks_prints_and_writes_a_row_a_score(folder, tmp_path, capsys):
     assert {(row["k"], row["context_tokens"], row["items"], row["commit"]) for row in rows} == {("4", "128", "8", "abc")}
 
 
+def test_report_writes_a_page(folder, tmp_path, capsys):
+    command = [
+        "report",
+        str(folder),
+        *PAIR,
+        "--texts",
+        str(TEXTS),
+        "--windows",
+        "8",
+        "--context-tokens",
+        "96",
+        "--continuation-tokens",
+        "32",
+    ]
+    assert main([*command, "--out", str(tmp_path / "new" / "page.html")]) == 0
+    verdict, path = capsys.readouterr().out.splitlines()
+    page = (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+    assert "llama keeps " in verdict and path.endswith("page.html") and page.startswith("<!doctype html>")
+
+
 def test_generate_answers(folder, tmp_path, capsys):
     prompt = "The CREATE TABLE command creates a new table in the current database. The table is owned by the user"
     command = ["generate", str(folder), *PAIR, "--max-new-tokens", "8", "--recompute-last", "4"]

@@ -12,15 +12,16 @@ import hf_crosscache
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_kernels"
-MAY_IMPORT_TRANSFORMERS = {"artefact", "cache", "calibration", "cli", "compat", "continuations", "demo", "distillation", "evaluation",
-                           "export", "fallback", "first_layers", "first_tokens", "geometry", "guard", "handoff", "identity", "layers",
-                           "lm_eval_adapter", "placement", "prompt", "report", "rotary", "source", "task_evaluation", "task_report",
-                           "tasks", "texts", "translator"}  # fmt: skip
+MAY_IMPORT_TRANSFORMERS = {"artefact", "attention_cosine", "cache", "calibration", "cli", "compat", "continuations", "demo",
+                           "distillation", "evaluation", "export", "fallback", "first_layers", "first_tokens", "geometry", "guard",
+                           "handoff", "identity", "layers", "lm_eval_adapter", "placement", "prompt", "report", "rotary", "source",
+                           "survey", "task_evaluation", "task_report", "tasks", "texts", "translator"}  # fmt: skip
 ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identity", "ops", "states", "moments", "ridge", "features",
          "maps", "native_states", "translator", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens",
          "first_layers", "stopwatch", "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache",
-         "continuations", "handoff", "calibration", "intervals", "fitting", "trainable", "distillation", "refinement", "evaluation",
-         "report", "tasks", "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli", "__init__"]  # fmt: skip
+         "continuations", "handoff", "calibration", "attention_cosine", "intervals", "fitting", "trainable", "distillation",
+         "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks", "task_evaluation", "task_report",
+         "lm_eval_adapter", "benchmark", "demo", "cli", "__init__"]  # fmt: skip
 
 
 def imports(path):
@@ -72,5 +73,10 @@ def test_a_wheel_holds_exactly_the_two_packages(tmp_path):
     names = zipfile.ZipFile(wheel).namelist()
     packages = {name.split("/")[0] for name in names}
     assert packages == {"hf_crosscache", "hf_crosscache_kernels", f"hf_crosscache-{hf_crosscache.__version__}.dist-info"}
-    assert {"hf_crosscache/py.typed", "hf_crosscache_kernels/py.typed", "hf_crosscache_kernels/reference.py"} <= set(names)
+    assert {
+        "hf_crosscache/report_page.html",
+        "hf_crosscache/py.typed",
+        "hf_crosscache_kernels/py.typed",
+        "hf_crosscache_kernels/reference.py",
+    } <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
