@@ -95,9 +95,11 @@ class Distillation:
         mapped = self.maps(source, position_ids, self.target.dtype)
         cache = DynamicCache()
         for layer_idx, pair in enumerate(native):
+            keys, values = pair
             if layer_idx in mapped:
-                pair = [torch.cat([own[:, :, : self.sinks], new], 2) for own, new in zip(pair, mapped[layer_idx], strict=True)]
-            cache.update(*pair, layer_idx)
+                first = [own[:, :, : self.sinks] for own in pair]
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(first, mapped[layer_idx], strict=True))
+            cache.update(keys, values, layer_idx)
         return cache
 
     def _predict(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:

@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from . import charts
 from .charts import Curve, Figure, Wire
 from .evaluation import Arm, Evaluation
-from .maps import LayerMap, SourceHead
+from .maps import LayerMap
 from .survey import Survey
 from .translator import CacheTranslator
 
@@ -222,18 +222,20 @@ def _attention(survey: Survey) -> dict[str, Any]:
     return {"missing": "", "n": found.n, "control": found.wrong_document.mean().item(), **(_heat_maps(cells, "query head") or {})}
 
 
-def _wiring(translator: CacheTranslator, maps: Sequence[LayerMap]) -> tuple[Any, list[tuple[str, str]]]:
+def _wiring(translator: CacheTranslator, maps: Sequence[LayerMap | None]) -> tuple[Any, list[tuple[str, str]]]:
     """The chart of one role, and its rows in words."""
     wires: list[Wire] = []
-    for layer, layer_map in enumerate(maps):
-        for head, blocks in enumerate(layer_map.blocks):
-            wires.append(((layer, head), [(block.layer, block.head) for block in blocks if isinstance(block, SourceHead)]))
     source_shape = [layer.num_key_value_heads for layer in translator.source.geometry.layers]
+    groups = [1 if layer_map is None else len(layer_map.blocks) for layer_map in maps]
+    for layer, layer_map in enumerate(maps):
+        for head, blocks in enumerate(() if layer_map is None else layer_map.blocks):
+            of_source = [(block.layer, block.head) for block in blocks if block.layer < len(source_shape)]  # native features lie behind
+            wires.append(((layer, head), of_source))
     rows = [
-        (f"layer {layer}" + (f", head {head}" if len(maps[layer].blocks) > 1 else ""), ", ".join(f"{s}.{h}" for s, h in read))
+        (f"layer {layer}" + (f", head {head}" if groups[layer] > 1 else ""), ", ".join(f"{s}.{h}" for s, h in read))
         for (layer, head), read in wires
     ]
-    return charts.wiring(wires, source_shape, [len(layer_map.blocks) for layer_map in maps]), rows
+    return charts.wiring(wires, source_shape, groups), rows
 
 
 def _arm(evaluation: Evaluation, name: str) -> Arm | None:

@@ -224,7 +224,7 @@ class PendingTranslation:
             row = 0
         if self.translator.features is not None:
             rows = slice(None) if context.source_rows is None else slice(begin, self.length)
-            source |= {own + i: (panel[:, :, rows],) * 2 for i, panel in enumerate(self._feature_layers(device))}
+            source |= {own + i: (panel[:, :, rows], panel[:, :, rows]) for i, panel in enumerate(self._feature_layers(device))}
         if context.position_ids is None:
             position_ids = self.translator.position_ids(self.length, device)[:, begin:]
         else:
