@@ -45,6 +45,7 @@ from transformers import (
 )
 
 from hf_crosscache.compat import cache_argument
+from hf_crosscache.features import NativeFeatures, heads_of
 from hf_crosscache.identity import ModelIdentity
 from hf_crosscache.maps import LayerMap, SourceHead
 from hf_crosscache.translator import CacheTranslator
@@ -225,6 +226,28 @@ def identity_translator(model: PreTrainedModel, **changes) -> CacheTranslator:
         zeros = torch.zeros(heads, dim)
         maps.append(LayerMap(blocks, torch.eye(dim).repeat(heads, 1, 1), zeros, zeros))
     return CacheTranslator(identity, identity, tuple(maps), tuple(maps), **changes)
+
+
+def native_translator(model, native_layers, width=24):
+    """The exact translator whose maps also read features, with no weight; what the native layers would read is not to be used."""
+    exact = identity_translator(model)
+    layers = exact.source.geometry.layers
+    shape, hidden = layers[0], model.config.get_text_config().hidden_size
+    generator = torch.Generator().manual_seed(0)
+    features = NativeFeatures(native_layers, torch.zeros(hidden), torch.randn(hidden, width, generator=generator))
+    extra = [divmod(i, shape.num_key_value_heads) for i in range(heads_of(width, shape))]
+    extra = [SourceHead(len(layers) + layer, head) for layer, head in extra]
+
+    def widened(layer_map):
+        blocks = tuple((*row, *extra) for row in layer_map.blocks)
+        weight = torch.nn.functional.pad(layer_map.weight, (0, 0, 0, len(extra) * shape.head_dim))
+        mean_x = torch.nn.functional.pad(layer_map.mean_x, (0, len(extra) * shape.head_dim))
+        return LayerMap(blocks, weight, mean_x, layer_map.mean_y)
+
+    sides = {}
+    for role in ("keys", "values"):
+        sides[role] = (*[None] * native_layers, *[widened(m) for m in getattr(exact, role)[native_layers:]])
+    return CacheTranslator(exact.source, exact.target, **sides, features=features)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import dispatch_model
-from builders import CONFORMING, generate, identity_translator, random_ids, tiny_model
+from builders import CONFORMING, generate, identity_translator, native_translator, random_ids, tiny_model
 from transformers import DynamicCache
 
 from hf_crosscache import TranslatedCache, TranslatorFitter
@@ -24,6 +24,15 @@ def test_self_translation_generates_what_the_model_generates(family, group_bytes
         source_cache, _ = prefill(model, ids[:, :context])
         cache = TranslatedCache(source_cache, identity_translator(model), target_model=model, input_ids=ids)
         assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
+@pytest.mark.parametrize("family", CONFORMING)
+@pytest.mark.parametrize("native_layers", [1, 2])
+def test_native_layers_and_their_features(family, native_layers):
+    model, ids = tiny_model(family).cuda(), random_ids(2, 24).cuda()
+    source_cache, _ = prefill(model, ids[:, :20])
+    cache = TranslatedCache(source_cache, native_translator(model, native_layers), target_model=model, input_ids=ids)
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere2"])
