@@ -9,8 +9,10 @@ from .fitting import fit_translator
 from .geometry import CacheGeometry
 from .handoff import HandoffSession
 from .moments import WeightedMoments
+from .refinement import Refinement, refine_translator
 from .texts import Document
 from .translator import CacheTranslator
+from .tuning import tune_translator
 
 __all__ = [
     "CacheGeometry",
@@ -20,10 +22,13 @@ __all__ = [
     "Document",
     "Evaluation",
     "HandoffSession",
+    "Refinement",
     "TranslatedCache",
     "TranslatorFitter",
     "WeightedMoments",
     "evaluate_translator",
     "fit_translator",
+    "refine_translator",
+    "tune_translator",
 ]
 __version__ = "0.1.0"

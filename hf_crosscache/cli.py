@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +15,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from . import artefact, benchmark, demo, ops, report, task_report
 from .cache import TranslatedCache
 from .calibration import Calibration
+from .cli_arguments import parser_of
 from .compat import cache_argument, prefill
 from .errors import CrossCacheError
 from .evaluation import evaluate_translator
 from .fitting import fit_translator
 from .geometry import CacheGeometry
 from .html_report import html_report, verdict
-from .survey import CONTEXT_TOKENS, survey_translator
+from .refinement import Refinement, refine_translator
+from .survey import survey_translator
 from .task_evaluation import evaluate_tasks
-from .tasks import TASKS
 from .translator import CacheTranslator
+from .tuning import tune_translator
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; errors of the library, and missing models, end it with their message and status 2."""
-    args = _parser().parse_args(argv)
+    args = parser_of(COMMANDS).parse_args(argv)
     try:
         args.run(args)
     except (CrossCacheError, OSError) as error:
@@ -49,11 +52,63 @@ def _fit(args: argparse.Namespace) -> None:
         window=args.window,
         batch_size=args.batch_size,
         sink_tokens=args.sink_tokens,
+        native_layers=args.native_layers,
     )
     k = {"head": 8, "full": len(calibration.source.geometry)}[args.support] if args.k is None else args.k
-    translator = fit_translator(calibration, support=args.support, k=k, candidates=args.candidates)
+    translator = fit_translator(calibration, support=args.support, k=k, candidates=args.candidates, native_features=args.native_features)
     translator.save_pretrained(args.out, dtype=getattr(torch, args.save_dtype))
     _print_info(args.out)
+
+
+def _refine(args: argparse.Namespace) -> None:
+    translator, source, target, tokenizer = _load(args)
+    calibration = Calibration(
+        source,
+        target,
+        tokenizer,
+        args.texts,
+        tokens=args.tokens,
+        window=args.window,
+        sink_tokens=translator.sink_tokens,
+        native_layers=translator.native_layers,
+    )
+    out = args.out or args.translator
+    refined = refine_translator(translator, calibration, _refinement(args), folder=out)
+    refined.save_pretrained(out)
+    _print_info(out)
+
+
+def _tune(args: argparse.Namespace) -> None:
+    source, target, tokenizer = _model(args.source, args), _model(args.target, args), _tokenizer(args.target)
+    chosen = tune_translator(
+        source,
+        target,
+        tokenizer,
+        args.texts,
+        budget=args.budget,
+        context_tokens=args.context_tokens,
+        windows=args.windows,
+        k=args.k,
+        native_layers=args.native_layers,
+        native_features=args.native_features,
+        recompute_last=args.recompute_last,
+        fit_tokens=args.fit_tokens,
+        folder=args.out,
+    )
+    if args.refine:
+        sizes = {"tokens": args.tokens, "window": args.window, "native_layers": chosen.native_layers, "sink_tokens": chosen.sink_tokens}
+        calibration = Calibration(source, target, tokenizer, args.texts, **sizes)
+        chosen = refine_translator(chosen, calibration, _refinement(args), folder=args.out)
+    chosen.save_pretrained(args.out)
+    for point in chosen.summary["frontier"]:
+        print(f"{point['label']:<32} cost {point['cost']:.3f}  context recovered {point['context_recovered']:.3f}")
+    print(f"kept: {chosen.summary['tuned']['label']}, recompute_last={chosen.summary['tuned']['recompute_last']}")
+    _print_info(args.out)
+
+
+def _refinement(args: argparse.Namespace) -> Refinement:
+    settings = Refinement(steps=args.steps, batch_size=args.batch_size, minutes=args.minutes)
+    return settings if args.learning_rate is None else replace(settings, learning_rates=tuple(args.learning_rate))
 
 
 def _eval(args: argparse.Namespace) -> None:
@@ -180,9 +235,14 @@ def _print_info(folder: Path) -> None:
             f"{role}: {side.name} ({side.geometry.model_type}, {len(side.geometry)} layers, "
             f"{layer.num_key_value_heads} heads of {layer.head_dim})"
         )
-    print(f"support {summary['support']}, k = {summary['k']}; first {translator.sink_tokens} tokens native")
+    native = f", first {translator.native_layers} layers" if translator.native_layers else ""
+    print(f"support {summary['support']}, k = {summary['k']}; first {translator.sink_tokens} tokens{native} native")
     print(f"fitted on {summary['tokens']:,} tokens of {summary['documents']} documents in {summary['fit_seconds']} s")
     print("held-out R2: " + ", ".join(f"{role} {r2.mean():.3f}" for role, r2 in translator.r2.items()))
+    if "refined" in summary:
+        refined, held_out = summary["refined"], summary["refined"]["held_out"]
+        kept = " -> ".join(f"{held_out[when]['context_recovered']:.3f}" for when in ("before", "after"))
+        print(f"refined in {refined['steps']} steps, {refined['seconds']} s: context recovered on validation windows {kept}")
     print(f"size: {artefact.size_mb(folder):.1f} MB")
     if translator.context_recovered is not None:
         print(f"context recovered on held-out documents: {translator.context_recovered:.3f}")
@@ -209,109 +269,18 @@ def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-crosscache", description="Carry a KV cache from one language model to another.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def command(name: str, run: Any, about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=about, description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        added.set_defaults(run=run)
-        return added
-
-    fit = command("fit", _fit, "Fit a translator between two models that share a tokenizer.")
-    fit.add_argument("source", help="model that reads the context: a Hub name or a folder")
-    fit.add_argument("target", help="model that goes on from it: a Hub name or a folder")
-    _add_texts(fit)
-    fit.add_argument("--out", type=Path, required=True, help="folder for the translator")
-    fit.add_argument("--support", choices=["head", "full"], default="head")
-    fit.add_argument("--k", type=int, help="source heads a target head reads, or layers; default 8 heads, or all layers")
-    fit.add_argument("--candidates", type=int, help="blocks kept for forward selection; default 1.5 k")
-    fit.add_argument("--tokens", type=int, default=760_000, help="calibration tokens")
-    fit.add_argument("--window", type=int, default=512, help="tokens of one window")
-    fit.add_argument("--batch-size", type=int, default=8, help="windows read at once")
-    fit.add_argument("--sink-tokens", type=int, default=4, help="first positions that stay native")
-    fit.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    _add_placement(fit)
-
-    evaluate = command("eval", _eval, "Measure a translator on documents that its fit has not seen.")
-    _add_translator(evaluate)
-    _add_texts(evaluate)
-    evaluate.add_argument("--windows", type=int, default=256)
-    evaluate.add_argument("--context-tokens", type=int, default=384)
-    evaluate.add_argument("--continuation-tokens", type=int, default=128)
-    evaluate.add_argument("--batch-size", type=int, default=8)
-    _add_results(evaluate)
-    evaluate.add_argument("--record", action="store_true", help="also record the result in the translator's summary")
-
-    tasks = command("tasks", _tasks, "Measure what a target can do with a translated context, on tasks made of held-out texts.")
-    _add_translator(tasks)
-    _add_texts(tasks)
-    tasks.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK", help=", ".join(TASKS))
-    tasks.add_argument("--items", type=int, default=500, help="contexts of each task")
-    tasks.add_argument("--context-tokens", type=int, default=384)
-    tasks.add_argument("--batch-size", type=int, default=16, help="contexts at once")
-    _add_results(tasks)
-
-    told = command("report", _report, "Measure a translator from all sides and write one self-contained HTML page on it.")
-    _add_translator(told)
-    _add_texts(told)
-    told.add_argument("--windows", type=int, default=128, help="windows of held-out documents, for each figure")
-    told.add_argument("--context-tokens", type=int, default=384, help="of the main figures")
-    told.add_argument("--lengths", type=int, nargs="+", default=CONTEXT_TOKENS, help="context lengths, as far as the documents reach")
-    told.add_argument("--continuation-tokens", type=int, default=128)
-    told.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target; others are measured too")
-    told.add_argument("--batch-size", type=int, default=8)
-    told.add_argument("--out", type=Path, help="the page; default report.html in the translator's folder")
-
-    generate = command("generate", _generate, "Let the source read a prompt and the target answer it.")
-    _add_translator(generate)
-    prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the prompt itself")
-    prompt.add_argument("--prompt-file", type=Path, help="a text file that holds it")
-    generate.add_argument("--max-new-tokens", type=int, default=64)
-    generate.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
-    generate.add_argument("--recompute-last", type=int, default=16, help="prompt tokens left to the target")
-
-    info = command("info", _info, "Say what a translator is: models, support, size, held-out figures.")
-    info.add_argument("translator", type=Path, help="folder of the translator")
-
-    bench = command("bench", _bench, "Time the translation between two models against the target's own prefill.")
-    bench.add_argument("source", help="model that reads: a Hub name or a folder")
-    bench.add_argument("target", help="model that goes on: a Hub name or a folder")
-    bench.add_argument("--support", choices=["head", "full"], default="head")
-    bench.add_argument("--k", type=int, default=4, help="source heads a target head reads, or layers")
-    bench.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384], help="lengths of the context")
-    bench.add_argument("--batch-size", type=int, default=1)
-    bench.add_argument("--csv", type=Path, help="also append a row a timing here")
-    bench.add_argument("--commit", default="", help="what the rows say of the code that ran")
-    _add_placement(bench)
-
-    shown = command("demo", _demo, "Hand a context over between two small trained models, offline.")
-    shown.add_argument("--examples", type=Path, default=demo.EXAMPLES, help="folder with models/ and text/ of the repository")
-    return parser
-
-
-def _add_texts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--texts", type=Path, nargs="+", required=True, help=".txt, or .jsonl with a 'text' field; .gz and .xz too")
-
-
-def _add_translator(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("translator", type=Path, help="folder of the translator")
-    parser.add_argument("--source", help="the source model, where it is not where it was at the fit")
-    parser.add_argument("--target", help="the target model, likewise")
-    _add_placement(parser)
-
-
-def _add_results(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--recompute-last", type=int, default=0, help="context tokens left to the target")
-    parser.add_argument("--json", type=Path, help="also write the result here")
-    parser.add_argument("--csv", type=Path, help="also append a row an arm here")
-    parser.add_argument("--commit", default="", help="what the rows say of the code that ran")
-
-
-def _add_placement(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cuda, cpu, ...; default cuda where there is one")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="default bfloat16, float32 on a CPU")
+COMMANDS = {
+    "fit": _fit,
+    "refine": _refine,
+    "tune": _tune,
+    "eval": _eval,
+    "tasks": _tasks,
+    "report": _report,
+    "generate": _generate,
+    "info": _info,
+    "bench": _bench,
+    "demo": _demo,
+}
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def evaluate_translator(
     continuation_tokens: int = 128,
     recompute_last: int = 0,
     batch_size: int = 8,
+    split: str = "test",
     seed: int = 1,
 ) -> Evaluation:
     """Measure what the target predicts of a continuation, given its context in different ways.
@@ -86,7 +87,7 @@ def evaluate_translator(
     Arms: `native` (the target reads the context), `none` (it sees the continuation alone), `source` (the source model answers itself),
     `translated`, `wrong_document` (translated from another document, the control), and `raw_copy` (the source's cache as it is, layers
     matched by relative depth) where the shapes allow it. All arms are scored on the same tokens: the continuation but for its first.
-    Only documents of the "test" split are used, which no fit and no selection sees.
+    Documents of the "test" split are used, which no fit and no selection sees; "validation" is for choices between translators.
 
     Raises:
         GeometryError, IdentityError: a model or the tokenizer is not the translator's.
@@ -96,7 +97,7 @@ def evaluate_translator(
     ids = token_windows(
         read_documents(texts),
         tokenizer,
-        split="test",
+        split=split,
         length=context_tokens + continuation_tokens,
         count=windows,
         seed=seed,

@@ -24,7 +24,8 @@ PROGRESS = "refinement.pt"
 _HELD_OUT = 64  # windows that choose the learning rate and the end
 _PILOT = 0.06  # of the steps, for each learning rate that is tried
 _CHECKS = 10  # looks at the held-out windows
-_PATIENCE = 3  # of them without a gain
+_PATIENCE = 2  # of them without a gain, before the best maps go on at a third of the learning rate
+_DROPS = 2  # of the learning rate, before the run ends
 _WARM_UP = 20  # steps
 _LAST = 0.03  # of the learning rate, at the end
 _CLIP = 1.0  # norm of the gradient
@@ -140,11 +141,12 @@ class _Trainer:
     ) -> tuple[dict[str, torch.Tensor], HeldOut, int]:
         """Return the best maps seen, what they keep of held-out windows, and how many steps were taken."""
         optimizer = self._optimizer(rate)
-        best, kept, first, worse, spent = copy.deepcopy(self.maps.state_dict()), before, 0, 0, 0.0
+        best, kept, first, worse, drops, spent = copy.deepcopy(self.maps.state_dict()), before, 0, 0, 0, 0.0
         if known:
             self.maps.load_state_dict(known["maps"])
             optimizer.load_state_dict(known["optimizer"])
-            best, kept, first, worse, spent = known["best"], HeldOut(**known["kept"]), known["step"], known["worse"], known["spent"]
+            best, kept, first, spent = known["best"], HeldOut(**known["kept"]), known["step"], known["spent"]
+            worse, drops = known["worse"], known["drops"]
         every, limit = max(1, steps // _CHECKS), self.settings.minutes
         checked = first / steps
         with tqdm(total=steps, initial=first, desc="refine", unit="step") as bar:
@@ -153,7 +155,7 @@ class _Trainer:
                 share = step / steps if limit is None else max(step / steps, seconds / (60 * limit))
                 if share >= 1:
                     return best, kept, step
-                self._step(optimizer, rate, step, share)
+                self._step(optimizer, rate / 3**drops, step, share)
                 bar.update()
                 done = step + 1 == steps or share + 1.5 / steps >= 1
                 if not done and (share - checked < 1 / _CHECKS if limit else (step + 1) % every):
@@ -163,12 +165,16 @@ class _Trainer:
                 worse = worse + 1 if not now.kl < kept.kl else 0
                 if now.kl < kept.kl:
                     best, kept = copy.deepcopy(self.maps.state_dict()), now
+                if worse >= _PATIENCE:
+                    drops, worse = drops + 1, 0
+                    if drops > _DROPS:
+                        return best, kept, step + 1
+                    self.maps.load_state_dict(best)
+                    optimizer = self._optimizer(rate)
                 if self.progress is not None and self.processes.is_main_process:
                     spent_now = spent + time.perf_counter() - started
                     state = {"maps": self.maps.state_dict(), "optimizer": optimizer.state_dict(), "best": best, "kept": asdict(kept)}
-                    self._keep({**state, "step": step + 1, "worse": worse, "pilots": pilots, "spent": spent_now})
-                if worse >= _PATIENCE:
-                    return best, kept, step + 1
+                    self._keep({**state, "step": step + 1, "worse": worse, "drops": drops, "pilots": pilots, "spent": spent_now})
         return best, kept, steps
 
     def _step(self, optimizer: torch.optim.Optimizer, rate: float, step: int, share: float) -> None:
