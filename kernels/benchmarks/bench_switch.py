@@ -17,7 +17,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_crosscache import CacheTranslator, TranslatedCache
+from hf_crosscache import CacheTranslator, TranslatedCache, first_layers
 from hf_crosscache.compat import prefill, states_of
 from hf_crosscache.texts import read_documents
 
@@ -64,7 +64,7 @@ def measure(source, target, translator: CacheTranslator, ids: torch.Tensor, leng
         def translate(prompt=prompt, pairs=pairs):
             return list(TranslatedCache(pairs, translator, target_model=target, input_ids=prompt))
 
-        error = relative_error(translate(), pairs, translator, layer_idx=len(translator.target.geometry) // 2)
+        error = relative_error(translate(), pairs, translator, target, prompt, layer_idx=len(translator.target.geometry) // 2)
         if error > (5e-3 if cuda else 1e-5):
             raise SystemExit(f"{tokens} tokens: translated layer is {error:.2g} from the float64 oracle")
         native_ms = median_ms(lambda prompt=prompt: prefill(target, prompt), repeats)
@@ -74,6 +74,8 @@ def measure(source, target, translator: CacheTranslator, ids: torch.Tensor, leng
             "target": Path(translator.target.name).name,
             "support": translator.summary["support"],
             "k": translator.summary["k"],
+            "native_layers": translator.native_layers,
+            "native_features": 0 if translator.features is None else translator.features.width,
             "context_tokens": prompt.shape[1],
             "prefill_ms": round(native_ms, 2),
             "translate_ms": round(translate_ms, 2),
@@ -101,11 +103,17 @@ def median_ms(run, repeats: int) -> float:
     return sorted(times[3:])[repeats // 2]
 
 
-def relative_error(layers: list, pairs: list, translator: CacheTranslator, layer_idx: int) -> float:
+def relative_error(layers: list, pairs: list, translator: CacheTranslator, target, prompt: torch.Tensor, layer_idx: int) -> float:
     """Hold one translated layer against the same affine maps in float64, with complex numbers for the rotations."""
     skip = translator.sink_tokens
     worst = 0.0
-    for role, layer_map in enumerate((translator.keys[layer_idx], translator.values[layer_idx])):
+    own, features = len(pairs), None
+    if translator.features is not None:
+        given = {"input_ids": prompt, "position_ids": torch.arange(prompt.shape[1], device=prompt.device)[None].expand_as(prompt)}
+        features = translator.features.of(first_layers.run(target, translator.native_layers, given).hidden).to(pairs[0][0].dtype)
+        shape = translator.source.geometry.layers[0]
+        features = torch.nn.functional.pad(features, (0, -features.shape[2] % shape.head_dim))
+    for role, layer_map in enumerate(translator.maps(layer_idx)):
         found = layers[layer_idx][role]
         length, dtype = found.shape[2], found.dtype
         turn_on = turn(translator.target.geometry.rotary[layer_idx], length, dtype, found.device)
@@ -113,6 +121,10 @@ def relative_error(layers: list, pairs: list, translator: CacheTranslator, layer
             read = layer_map.blocks[head if len(layer_map.blocks) > 1 else 0]
             parts = []
             for layer, source_head in read:
+                if features is not None and layer >= own:
+                    at = ((layer - own) * shape.num_key_value_heads + source_head) * shape.head_dim
+                    parts.append(features[:, :length, at : at + shape.head_dim].double())
+                    continue
                 states = pairs[layer][role][:, source_head, :length].double()
                 if role == 0:
                     turn_off = turn(translator.source.geometry.rotary[layer], length, dtype, found.device)
