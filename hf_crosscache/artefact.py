@@ -45,6 +45,8 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
         for layer_idx, pair in enumerate(zip(translator.opening.keys, translator.opening.values, strict=True)):
             for role, states in zip(_ROLES, pair, strict=True):
                 tensors[f"opening.{layer_idx}.{role}"] = states
+    if translator.key_norm is not None:
+        tensors["key_norm"] = translator.key_norm
     features = translator.features
     if features is not None:
         tensors["features.mean"], tensors["features.projection"] = features.mean, features.projection
@@ -112,6 +114,7 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         reach={role: tensor(f"reach.{role}") for role in _ROLES if f"reach.{role}" in tensors},
         summary=config["summary"],
         features=features,
+        key_norm=tensor("key_norm") if "key_norm" in tensors else None,
     )
 
 

@@ -10,6 +10,7 @@ from . import features
 from .calibration import Calibration
 from .features import NativeFeatures
 from .fitter import Support, TranslatorFitter
+from .key_norm import inverse_key_norms
 from .moments import WeightedMoments
 from .placement import device_of
 from .translator import CacheTranslator
@@ -75,6 +76,7 @@ def fit_translator(
         r2={role: torch.cat([own, *[maps.r2[role] for maps in fitted]]) for role in _ROLES},
         reach={role: torch.cat([torch.zeros(native), *[maps.reach[role] for maps in fitted]]) for role in _ROLES},
         features=read,
+        key_norm=inverse_key_norms(calibration.target_model, target),
         summary={
             "support": support,
             "k": k,

@@ -30,6 +30,7 @@ def translate_kv(
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
     begin: int = 0,
+    key_norm: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Translate some positions for some target layers; see `translate_kv_reference` for the formula and the shapes.
 
@@ -51,7 +52,7 @@ def translate_kv(
     with full_float32():
         kernels.translate_kv(
             source_keys, source_values, blocks, key_weight, value_weight, bias, *source_tables, source_positions,
-            *target_tables, target_positions, out_keys, out_values, flags, begin,
+            *target_tables, target_positions, out_keys, out_values, flags, begin, key_norm,
         )  # fmt: skip
     return flags
 

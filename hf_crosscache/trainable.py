@@ -37,6 +37,7 @@ class TrainableMaps(torch.nn.Module):
 
         y = (x - mean_x) (W0 + diag(1 / std_x) U diag(std_y)) + mean_y + std_y u
 
+    and keys are brought to the target's norm of keys after that, where it has one.
     U and u begin at zero and are float32. In these units inputs and outputs have unit variance, so one learning rate suits keys with large
     biases, small values and native features alike.
 
@@ -50,6 +51,8 @@ class TrainableMaps(torch.nn.Module):
         self.translator = translator
         self.mapped = range(translator.native_layers, len(translator.target.geometry))
         self.rotary: Sequence[RotaryTable] = translator.target.geometry.rotary
+        self.key_norm: torch.Tensor | None
+        self.register_buffer("key_norm", translator.key_norm, persistent=False)
         for role in _ROLES:
             maps = [layer_map for layer_map in getattr(translator, role) if layer_map is not None]
             if len({layer_map.weight.shape for layer_map in maps}) > 1:
@@ -91,6 +94,8 @@ class TrainableMaps(torch.nn.Module):
         translated = {}
         for at, layer_idx in enumerate(self.mapped):
             keys, values = (self._map(inputs[role], role, at, *maps[role]) for role in _ROLES)
+            if self.key_norm is not None:
+                keys = keys * (keys * self.key_norm[layer_idx]).square().mean(-1, keepdim=True).add(1e-12).rsqrt()
             table = self.rotary[layer_idx]
             if table not in tables:
                 tables[table] = table.cos_sin(target_position_ids, dtype)

@@ -32,6 +32,7 @@ class CacheTranslator:
     """Maps the pre-RoPE keys and values of a source model to those of a target model.
 
     keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
+    key_norm: `[layers, D]` inverse weights of the target's norm of keys, to which mapped keys are brought back; None where it has none.
     features: what every map reads beside source heads, as layers behind those of the source; None without native layers.
     sink_tokens: leading positions that the maps were not fitted on and must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
@@ -51,6 +52,7 @@ class CacheTranslator:
     reach: dict[str, torch.Tensor] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     features: NativeFeatures | None = None
+    key_norm: torch.Tensor | None = None
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
 
     @property
@@ -159,6 +161,7 @@ class CacheTranslator:
                 out_keys,
                 out_values,
                 begin,
+                self._key_norm_of(layers, device),
             )
         for at, layer in enumerate(layers):
             if self.target.geometry.rotary[layer].interleaved:
@@ -194,6 +197,14 @@ class CacheTranslator:
         source = NO_ROTATION if self._source_rotary is None else self._source_rotary
         own = self._target_rotary(layers).index((layer_idx - run.start for layer_idx in layers), device)
         return maps, source.index(maps.source_layers, device), own
+
+    def _key_norm_of(self, layers: range, device: torch.device) -> torch.Tensor | None:
+        if self.key_norm is None:
+            return None
+        key = ("key norm", device)
+        if key not in self._prepared:
+            self._prepared[key] = self.key_norm.to(device)
+        return self._prepared[key][layers.start : layers.stop]
 
     def _run_of(self, layers: range) -> range:
         return next(run for run in self.runs if layers.start in run)
@@ -231,6 +242,7 @@ class CacheTranslator:
             keys=tuple(layer_map and layer_map.to(device) for layer_map in self.keys),
             values=tuple(layer_map and layer_map.to(device) for layer_map in self.values),
             features=self.features and self.features.to(device),
+            key_norm=None if self.key_norm is None else self.key_norm.to(device),
         )
 
     def check(

@@ -81,6 +81,7 @@ def map_kernel(
     out_keys,  # [N, B, H, T, TARGET_DIM]
     out_values,
     flags,  # int32 [N, 2]: raised where a state is not finite
+    key_norm,  # float32 [N, TARGET_DIM] where KEY_NORM
     begin,  # the first token to write
     key_begin,  # the row of its keys
     value_begin,  # and of its values
@@ -109,6 +110,7 @@ def map_kernel(
     SOURCE_DIM: tl.constexpr,
     TARGET_DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    KEY_NORM: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     KEY_OPERAND: tl.constexpr,  # dtype of the products
@@ -154,6 +156,9 @@ def map_kernel(
             K, SOURCE_DIM, TARGET_DIM, KEY_DTYPE, KEY_OPERAND, PRECISION,
         )  # fmt: skip
         acc += tl.load(bias + columns, mask=column_ok, other=0.0)[None, :]
+        if KEY_NORM:
+            unweighted = acc * tl.load(key_norm + layer * TARGET_DIM + columns, mask=column_ok, other=0.0)[None, :]
+            acc *= tl.rsqrt(tl.sum(unweighted * unweighted, axis=1) / TARGET_DIM + 1e-12)[:, None]
         _flag(acc, flags + 2 * layer)
         out = out_keys + layer * out_key_stride_n + row * out_key_stride_b + head.to(tl.int64) * out_key_stride_h + wide * out_key_stride_t
         if ROTARY == 0:

@@ -29,6 +29,7 @@ def translate_kv_reference(
     out_values: torch.Tensor,
     flags: torch.Tensor,
     begin: int = 0,
+    key_norm: torch.Tensor | None = None,
 ) -> None:
     """Translate some positions for N target layers, all of them or one.
 
@@ -36,7 +37,8 @@ def translate_kv_reference(
         value[l, h] = [ value_src(b) for b in blocks[l, 1, h] ] @ value_weight[l, h] + bias[l, 1, h]
 
     where R turns the pair (x[j], x[j + R/2]) by the model's cos and sin, and R^-1 divides by cos^2 + sin^2, which takes attention
-    scaling off. The two rotations are never folded into one by the difference of their angles: they do not commute with the weight.
+    scaling off. With key_norm a mapped key k is scaled to k / rms(k * key_norm[l]) before it is turned. The two rotations are never
+    folded into one by the difference of their angles: they do not commute with the weight.
 
     Args:
         source_keys, source_values: per source layer `[B, H_src, >= begin + T, D_src]`, keys as cached, any floating dtype. In triton
@@ -52,6 +54,8 @@ def translate_kv_reference(
         out_keys, out_values: `[N, B, H, T, D]`, any strides but the last; written in full.
         flags: int32 `[N, 2]`; set to 1 where keys (0) or values (1) of a layer are not finite in the output's dtype, else left alone.
         begin: the row of the source states of the first of the T positions.
+        key_norm: float32 `[N, D]` the inverse weights of a model's norm of keys, whose every key has a root mean square of 1 under them;
+            None where it has none.
 
     Precision: products and sums in float32, one cast to the dtype of the outputs.
     """
@@ -69,6 +73,8 @@ def translate_kv_reference(
             ]
             values = [torch.cat([source_values[i][:, h, read].float() for i, h in group], dim=-1) for group in layer_blocks[1]]
             mapped = _map_heads(keys, key_weight[n], bias[n, 0])
+            if key_norm is not None:
+                mapped = mapped * (mapped * key_norm[n]).square().mean(-1, keepdim=True).add(1e-12).rsqrt()
             out_keys[n, :, :, rows] = _turn(mapped, cos[:, None, rows], sin[:, None, rows]).to(out_keys.dtype)
             out_values[n, :, :, rows] = _map_heads(values, value_weight[n], bias[n, 1]).to(out_values.dtype)
         for role, out in enumerate((out_keys, out_values)):

@@ -48,6 +48,7 @@ def translate_kv(
     out_values: torch.Tensor,
     flags: torch.Tensor,
     begin: int = 0,
+    key_norm: torch.Tensor | None = None,
 ) -> None:
     """Translate some positions for some target layers; `translate_kv_reference` says what is computed, argument by argument.
 
@@ -58,7 +59,7 @@ def translate_kv(
     """
     _translate_kv(
         source_keys, source_values, blocks, key_weight, value_weight, bias, source_cos, source_sin, source_tables, source_positions,
-        target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags, begin,
+        target_cos, target_sin, target_tables, target_positions, out_keys, out_values, flags, begin, key_norm,
     )  # fmt: skip
 
 
@@ -81,6 +82,7 @@ def _run_triton(
     out_values: torch.Tensor,
     flags: torch.Tensor,
     begin: int = 0,
+    key_norm: torch.Tensor | None = None,
 ) -> None:
     kernels = _kernels()
     check_outputs(out_keys=out_keys, out_values=out_values, flags=flags)
@@ -108,6 +110,7 @@ def _run_triton(
     maps = (
         located, key_weight.to(key_operand).contiguous(), value_weight.to(value_operand).contiguous(), bias.contiguous(),
         target_cos.contiguous(), target_sin.contiguous(), target_tables, target_positions, out_keys, out_values, flags,
+        bias if key_norm is None else key_norm.contiguous(),
     )  # fmt: skip
     strips = (table, source_tables, source_cos.contiguous(), source_sin.contiguous(), source_positions, bias, scratch)
     shared = groups == 1 and heads > 1
@@ -139,8 +142,8 @@ def _run_triton(
         launch(
             kernels.map_kernel, (2 * batch * ceil_div(token_blocks, near) * num_layers * near * heads,), arguments,
             GROUPS=groups, K=k, SOURCE_DIM=source_dim, TARGET_DIM=target_dim, ROTARY=2 * target_cos.shape[2],
-            KEY_DTYPE=name_of(mapped_dtype), VALUE_DTYPE=name_of(value_dtype), KEY_OPERAND=name_of(operands[0]),
-            VALUE_OPERAND=name_of(operands[1]), BLOCK_T=block_t, BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
+            KEY_NORM=key_norm is not None, KEY_DTYPE=name_of(mapped_dtype), VALUE_DTYPE=name_of(value_dtype),
+            KEY_OPERAND=name_of(operands[0]), VALUE_OPERAND=name_of(operands[1]), BLOCK_T=block_t, BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
         )  # fmt: skip
 
 

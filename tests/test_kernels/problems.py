@@ -24,6 +24,7 @@ class Translation:
     shared: bool = False
     strided: bool = False
     begin: int = 0
+    normed: bool = False
     dtype: torch.dtype = torch.float32
 
     def arguments(self, device: str = "cpu", seed: int = 0) -> dict[str, object]:
@@ -73,6 +74,7 @@ class Translation:
             "out_values": out[1, :, :, :, 3:-1],
             "flags": torch.zeros((n, 2), dtype=torch.int32, device=device),
             "begin": self.begin,
+            "key_norm": 0.5 + torch.rand((n, own_dim), generator=g, device=device) if self.normed else None,
         }
 
     def _tables(self, device: str, rotary: int, base: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +100,8 @@ TRANSLATIONS = [
     Translation("yarn-and-two-tables", tables=2, scaling=1.3466),
     Translation("rows-of-a-batch", batch=3),
     Translation("shared", shared=True, k=2),
+    Translation("key-norm", normed=True),
+    Translation("key-norm-odd", normed=True, source=(2, 2, 80), target=(2, 2, 96), rotary=(None, 32), k=1),
     Translation("strided", strided=True, batch=2),
     Translation("begin", begin=5, batch=2),
     Translation("begin-without-rope", begin=5, rotary=(0, None)),
@@ -122,6 +126,8 @@ def translation_oracle(a: dict) -> tuple[torch.Tensor, torch.Tensor]:
                     x = states[source][:, source_head, rows].double()
                     parts.append(rotated(x, a, "source", a["source_tables"][source], -1) if role == 0 else x)
                 y = torch.cat(parts, -1) @ weight[layer, head].double() + a["bias"][layer, role, head].double()
+                if role == 0 and a["key_norm"] is not None:
+                    y = y / (y * a["key_norm"][layer].double()).square().mean(-1, keepdim=True).sqrt()
                 out[layer, :, head] = rotated(y, a, "target", a["target_tables"][layer], 1) if role == 0 else y
         found.append(out)
     return found[0], found[1]
