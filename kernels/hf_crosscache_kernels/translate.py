@@ -143,7 +143,8 @@ def _run_triton(
             kernels.map_kernel, (2 * batch * ceil_div(token_blocks, near) * num_layers * near * heads,), arguments,
             GROUPS=groups, K=k, SOURCE_DIM=source_dim, TARGET_DIM=target_dim, ROTARY=2 * target_cos.shape[2],
             KEY_NORM=key_norm is not None, KEY_DTYPE=name_of(mapped_dtype), VALUE_DTYPE=name_of(value_dtype),
-            KEY_OPERAND=name_of(operands[0]), VALUE_OPERAND=name_of(operands[1]), BLOCK_T=block_t, BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
+            KEY_OPERAND=name_of(operands[0]), VALUE_OPERAND=name_of(operands[1]), BLOCK_T=block_t,
+            BLOCK_N=max(16, power_of_2(target_dim)), PRECISION="tf32x3", **schedule,
         )  # fmt: skip
 
 
