@@ -105,7 +105,8 @@ class _Trainer:
         known = self._taken_up()
         pilots = known["pilots"] if known else self._pilots()
         rate = min(pilots, key=lambda rate: pilots[rate])
-        best, after, steps = self._train(rate, self.settings.steps, before, pilots, known, started)
+        start = before if known or len(pilots) == 1 else self.check()  # the maps of the best pilot, where it was any good
+        best, after, steps = self._train(rate, self.settings.steps, start, pilots, known, started)
         self.maps.load_state_dict(best)
         entry = {
             "steps": steps,
@@ -123,17 +124,22 @@ class _Trainer:
         return self.distillation.check(self.held_out, self.longest)
 
     def _pilots(self) -> dict[float, float]:
-        """Learning rate -> held-out KL after a few steps with it."""
+        """Learning rate -> held-out KL after a few steps with it. The maps are left as the best of them has made them."""
         rates = list(self.settings.learning_rates)
         if len(rates) == 1:
             return {rates[0]: 0.0}
-        steps, start, found = max(1, round(_PILOT * self.settings.steps)), copy.deepcopy(self.maps.state_dict()), {}
+        steps, found = max(1, round(_PILOT * self.settings.steps)), {}
+        start = best = copy.deepcopy(self.maps.state_dict())
+        least = self.check().kl
         for rate in rates:
             optimizer = self._optimizer(rate)
             for step in tqdm(range(steps), desc=f"try learning rate {rate:g}", unit="step"):
                 self._step(optimizer, rate, step, step / steps)
             found[rate] = self.check().kl
+            if found[rate] < least:
+                best, least = copy.deepcopy(self.maps.state_dict()), found[rate]
             self.maps.load_state_dict(start)
+        self.maps.load_state_dict(best)
         return {rate: kl if math.isfinite(kl) else math.inf for rate, kl in found.items()}
 
     def _train(
@@ -192,8 +198,8 @@ class _Trainer:
         if world > 1:
             for parameter in parameters:
                 parameter.grad = reduce(parameter.grad, "mean")  # type: ignore[assignment]
-        torch.nn.utils.clip_grad_norm_(parameters, _CLIP)
-        optimizer.step()
+        if torch.nn.utils.clip_grad_norm_(parameters, _CLIP).isfinite():  # now and then a batch overflows a model's dtype
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     def _optimizer(self, rate: float) -> torch.optim.Optimizer:

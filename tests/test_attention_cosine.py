@@ -16,7 +16,7 @@ from hf_crosscache.texts import read_documents, token_windows
 def test_self_translation_is_exact_in_every_head(family):
     model, exact = a_model(family)
     found = attention_cosine(exact, model, model, random_ids(4, 24), 16, batch_size=2)
-    layers, heads = len(exact.target.geometry), model.config.num_attention_heads
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads  # those that share their states too
     assert found.n == 4 and found.same_queries.shape == found.as_served.shape == (layers, heads)
     for cosine in (found.same_queries, found.as_served):
         torch.testing.assert_close(cosine, torch.ones(layers, heads), atol=1e-5, rtol=0)

@@ -71,6 +71,20 @@ def test_a_step_too_far_is_not_kept(fitted):
     torch.testing.assert_close(refined.values[-1].weight, translator.values[-1].weight)
 
 
+def test_a_batch_that_overflows_is_left_out(fitted, monkeypatch):
+    calibration, translator = fitted
+    steps, loss = 0, Distillation.loss
+
+    def overflows(self, ids, context):
+        nonlocal steps
+        steps += 1
+        return loss(self, ids, context) * (float("nan") if steps in (2, 5) else 1.0)
+
+    monkeypatch.setattr(Distillation, "loss", overflows)
+    held_out = refine_translator(translator, calibration, QUICK).summary["refined"]["held_out"]
+    assert steps == QUICK.steps and held_out["after"]["kl"] < held_out["before"]["kl"]
+
+
 def test_the_better_learning_rate_is_taken(fitted):
     calibration, translator = fitted
     settings = Refinement(steps=20, batch_size=2, learning_rates=(30.0, 1e-3), least_context=32)

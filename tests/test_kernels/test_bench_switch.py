@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from builders import MODELS, TEXTS
 
+from hf_crosscache import Calibration, fit_translator
+
 PATH = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "bench_switch.py"
 
 
@@ -40,4 +42,14 @@ def test_a_wrong_translation_ends_the_run(bench, translator, small, large, token
     wrong = replace(translator, values=tuple(replace(m, weight=m.weight * 1.01) for m in translator.values))
     layers = list(bench.TranslatedCache(bench.prefill(small, ids)[0], wrong, target_model=large, input_ids=ids))
     pairs = bench.states_of(bench.prefill(small, ids)[0])
-    assert bench.relative_error(layers, pairs, wrong, 3) < 1e-5 < 1e-3 < bench.relative_error(layers, pairs, translator, 3)
+    errors = [bench.relative_error(layers, pairs, maps, large, ids, 3) for maps in (wrong, translator)]
+    assert errors[0] < 1e-5 < 1e-3 < errors[1]
+
+
+def test_native_features_are_held_against_the_oracle(bench, small, large, tokenizer):
+    calibration = Calibration(small, large, tokenizer, TEXTS, tokens=20_000, native_layers=2)
+    translator = fit_translator(calibration, k=2, native_features=40)
+    ids = tokenizer("some words to read " * 30, return_tensors="pt").input_ids
+    pairs = bench.states_of(bench.prefill(small, ids)[0])
+    layers = list(bench.TranslatedCache(pairs, translator, target_model=large, input_ids=ids))
+    assert bench.relative_error(layers, pairs, translator, large, ids, 5) < 1e-5
