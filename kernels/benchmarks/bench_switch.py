@@ -132,6 +132,9 @@ def relative_error(layers: list, pairs: list, translator: CacheTranslator, targe
                 parts.append(states)
             x = torch.cat(parts, dim=-1) - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
             y = x @ layer_map.weight[head].double() + layer_map.mean_y[head].double()
+            if role == 0 and translator.key_norm is not None:
+                unweighted = y * translator.key_norm[layer_idx].to(y)
+                y = y / unweighted.square().mean(-1, keepdim=True).sqrt()
             y = as_real(as_complex(y) * turn_on) if role == 0 else y
             got, want = found[:, head, skip:].double(), y[:, skip:]
             worst = max(worst, ((got - want).norm() / want.norm()).item())
