@@ -1,5 +1,6 @@
 """Carry a conversation's KV cache from one language model to another."""
 
+from .arithmetic import hand_off_cost
 from .cache import TranslatedCache
 from .calibration import Calibration
 from .errors import CrossCacheError
@@ -28,6 +29,7 @@ __all__ = [
     "WeightedMoments",
     "evaluate_translator",
     "fit_translator",
+    "hand_off_cost",
     "refine_translator",
     "tune_translator",
 ]
