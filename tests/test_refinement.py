@@ -10,7 +10,7 @@ from hf_crosscache.distillation import Distillation
 from hf_crosscache.errors import CalibrationError
 from hf_crosscache.refinement import PROGRESS
 
-QUICK = Refinement(steps=12, batch_size=4, learning_rates=(3e-3,), least_context=32)
+QUICK = Refinement(steps=12, batch_size=4, learning_rates=(3e-3,), continuation=64, least_context=32)
 
 
 @pytest.fixture(scope="module")
@@ -19,24 +19,33 @@ def pair():
     return pocket_model("qwen3-small"), pocket_model("qwen3-large"), tokenizer
 
 
+def fit(pair, native_layers):
+    calibration = Calibration(*pair, TEXTS, tokens=40_000, window=192, native_layers=native_layers)
+    return calibration, fit_translator(calibration, k=4, native_features=48 if native_layers else None)
+
+
+@pytest.fixture(scope="module")
+def fitted(pair):
+    return fit(pair, 2)
+
+
 @pytest.fixture(scope="module", params=[0, 2])
-def fitted(request, pair):
-    calibration = Calibration(*pair, TEXTS, tokens=60_000, window=256, native_layers=request.param)
-    return calibration, fit_translator(calibration, k=4, native_features=48 if request.param else None)
+def either(request, pair, fitted):
+    return fitted if request.param else fit(pair, 0)
 
 
-def test_the_loss_starts_where_the_served_cache_stands(fitted, pair):
-    calibration, translator = fitted
+def test_the_loss_starts_where_the_served_cache_stands(either, pair):
+    calibration, translator = either
     windows = calibration.windows["validation"][:8]
     here = Distillation(translator, calibration).check(windows, 128)
-    served = evaluate_translator(translator, *pair, TEXTS, windows=24, context_tokens=128, continuation_tokens=128, split="validation")[
+    served = evaluate_translator(translator, *pair, TEXTS, windows=24, context_tokens=128, continuation_tokens=64, split="validation")[
         "translated"
     ]
     assert served.context_recovered_low - 0.1 < here.context_recovered < served.context_recovered_high + 0.1
 
 
-def test_maps_as_trained_are_maps_as_served(fitted):
-    calibration, translator = fitted
+def test_maps_as_trained_are_maps_as_served(either):
+    calibration, translator = either
     distillation = Distillation(translator, calibration)
     maps = distillation.maps
     with torch.no_grad():
@@ -50,8 +59,8 @@ def test_maps_as_trained_are_maps_as_served(fitted):
     assert not torch.equal(moved.keys[-1].weight, translator.keys[-1].weight)
 
 
-def test_refined_is_better_than_the_closed_form(fitted, pair, tmp_path):
-    calibration, translator = fitted
+def test_refined_is_better_than_the_closed_form(either, pair, tmp_path):
+    calibration, translator = either
     refined = refine_translator(translator, calibration, QUICK)
     held_out = refined.summary["refined"]["held_out"]
     assert held_out["after"]["kl"] < held_out["before"]["kl"]
@@ -65,7 +74,9 @@ def test_refined_is_better_than_the_closed_form(fitted, pair, tmp_path):
 
 def test_a_step_too_far_is_not_kept(fitted):
     calibration, translator = fitted
-    refined = refine_translator(translator, calibration, Refinement(steps=4, batch_size=2, learning_rates=(30.0,), least_context=32))
+    refined = refine_translator(
+        translator, calibration, Refinement(steps=4, batch_size=2, learning_rates=(30.0,), continuation=64, least_context=32)
+    )
     held_out = refined.summary["refined"]["held_out"]
     assert held_out["after"] == held_out["before"]
     torch.testing.assert_close(refined.values[-1].weight, translator.values[-1].weight)
@@ -87,7 +98,7 @@ def test_a_batch_that_overflows_is_left_out(fitted, monkeypatch):
 
 def test_the_better_learning_rate_is_taken(fitted):
     calibration, translator = fitted
-    settings = Refinement(steps=20, batch_size=2, learning_rates=(30.0, 1e-3), least_context=32)
+    settings = Refinement(steps=20, batch_size=2, learning_rates=(30.0, 1e-3), continuation=64, least_context=32)
     refined = refine_translator(translator, calibration, settings).summary["refined"]
     assert refined["learning_rate"] == 1e-3 and refined["pilots"]["30"] > refined["pilots"]["0.001"]
 
@@ -120,7 +131,7 @@ def test_a_run_goes_on_where_it_stopped(fitted, tmp_path, monkeypatch):
 
 def test_a_limit_of_time_ends_the_run(fitted):
     calibration, translator = fitted
-    settings = Refinement(steps=100_000, batch_size=2, learning_rates=(1e-3,), least_context=32, minutes=0.1)
+    settings = Refinement(steps=100_000, batch_size=2, learning_rates=(1e-3,), continuation=64, least_context=32, minutes=0.1)
     assert refine_translator(translator, calibration, settings).summary["refined"]["steps"] < 1000
 
 
