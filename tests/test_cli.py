@@ -109,3 +109,22 @@ def test_bench_full_support_in_another_dtype(capsys):
     models = [str(MODELS / name) for name in ("gemma3", "qwen3-small")]
     assert main(["bench", *models, "--support", "full", "--k", "2", "--tokens", "20", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     assert "bfloat16" in capsys.readouterr().out
+
+
+def test_a_translator_is_fitted_with_native_layers_and_refined(tmp_path, capsys):
+    texts = ["--texts", str(TEXTS)]
+    options = ["--tokens", "20000", "--window", "128", "--k", "2", "--native-layers", "2", "--native-features", "32"]
+    assert main(["fit", SOURCE, TARGET, *texts, "--out", str(tmp_path / "t"), *options]) == 0
+    assert "first 2 layers native" in capsys.readouterr().out
+    options = ["--tokens", "20000", "--window", "192", "--steps", "3", "--batch-size", "2", "--learning-rate", "1e-3"]
+    assert main(["refine", str(tmp_path / "t"), *PAIR, *texts, "--out", str(tmp_path / "r"), *options]) == 0
+    assert "refined in 3 steps" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "r").iterdir()} >= {"translator_config.json", "translator.safetensors"}
+
+
+def test_tune_keeps_what_the_budget_allows(tmp_path, capsys):
+    options = ["--budget", "0.3", "--native-layers", "0", "1", "--recompute-last", "0", "16", "--windows", "6", "--context-tokens", "128"]
+    command = ["tune", SOURCE, TARGET, "--texts", str(TEXTS), "--out", str(tmp_path), "--k", "2", "--fit-tokens", "16000", *options]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert "1 native layers, last 16" in told and "kept:" in told and (tmp_path / "native-1" / "translator_config.json").exists()
