@@ -55,7 +55,14 @@ def _fit(args: argparse.Namespace) -> None:
         native_layers=args.native_layers,
     )
     k = {"head": 8, "full": len(calibration.source.geometry)}[args.support] if args.k is None else args.k
-    translator = fit_translator(calibration, support=args.support, k=k, candidates=args.candidates, native_features=args.native_features)
+    translator = fit_translator(
+        calibration,
+        support=args.support,
+        k=k,
+        candidates=args.candidates,
+        native_features=args.native_features,
+        match_variance=args.match_variance,
+    )
     translator.save_pretrained(args.out, dtype=getattr(torch, args.save_dtype))
     _print_info(args.out)
 

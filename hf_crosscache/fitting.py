@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 
@@ -11,12 +12,14 @@ from .calibration import Calibration
 from .features import NativeFeatures
 from .fitter import Support, TranslatorFitter
 from .key_norm import inverse_key_norms
+from .maps import LayerMap
 from .moments import WeightedMoments
 from .placement import device_of
 from .translator import CacheTranslator
 
 _LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
 _ROLES = ("keys", "values")
+_LEAST_R2 = 0.05
 
 
 def fit_translator(
@@ -26,6 +29,7 @@ def fit_translator(
     k: int = 8,
     candidates: int | None = None,
     native_features: int | None = None,
+    match_variance: bool = False,
     layers_per_pass: int | None = None,
 ) -> CacheTranslator:
     """Fit a translator from calibration texts.
@@ -40,6 +44,8 @@ def fit_translator(
         k: how many source heads, or layers.
         candidates: blocks kept by the screening for forward selection, None for 1.5 k; k selects nothing.
         native_features: with native layers, how many directions of the hidden state every map reads; None for all of them.
+        match_variance: scale the maps of values so that what a head writes varies as much as the target's own values, which a regression
+            shrinks by the square root of its R2. For a translator that is not going to be refined.
         layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
 
     Returns:
@@ -65,12 +71,17 @@ def fit_translator(
         for states, split in calibration.states(f"fit{of}", features=read):
             fitter.update(states, split)
         fitted.append(fitter.fit())
+    values = [layer_map for maps in fitted for layer_map in maps.values]
+    if match_variance:
+        values = [
+            _at_full_variance(layer_map, r2) for layer_map, r2 in zip(values, torch.cat([m.r2["values"] for m in fitted]), strict=True)
+        ]
     own = torch.ones(native, target.layers[0].num_key_value_heads)
     return CacheTranslator(
         source=calibration.source,
         target=calibration.target,
         keys=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.keys]),
-        values=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.values]),
+        values=(*[None] * native, *values),
         sink_tokens=calibration.sink_tokens,
         opening=calibration.opening(),
         r2={role: torch.cat([own, *[maps.r2[role] for maps in fitted]]) for role in _ROLES},
@@ -83,6 +94,7 @@ def fit_translator(
             "candidates": plan.candidates,
             "native_layers": native,
             "native_features": width,
+            "match_variance": match_variance,
             "alpha": [maps.alpha for maps in fitted],
             "tokens": calibration.tokens,
             "window": calibration.window,
@@ -116,6 +128,11 @@ def choose_features(calibration: Calibration, width: int | None) -> NativeFeatur
     if moments is None:
         raise RuntimeError("No hidden states: the calibration has no native layers.")
     return NativeFeatures(calibration.native_layers, *features.project(moments, width or moments.sum_x.shape[1])).to("cpu")
+
+
+def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
+    """Undo what a regression shrinks, head by head; r2 `[H]` of a head that is hardly explained counts as 0.05."""
+    return replace(layer_map, weight=layer_map.weight * r2.clamp(_LEAST_R2, 1).rsqrt()[:, None, None])
 
 
 def _enough(calibration: Calibration) -> int:
