@@ -204,7 +204,7 @@ class TokenSpans:
             own_space = own_space or self.table.space_at_start
         skips = [0, 1] if own_space == "if missing" else [1, 0] if own_space else [0]
         eaten = _spaces(text, at) if first and ids[first - 1] in self.table.eats_right else 0
-        for space in {0, eaten}:
+        for space in (0, eaten):
             for skip in skips:
                 if run[:skip].strip() == b"" and text.startswith(run[skip:], at + space):
                     lengths[first] -= skip
