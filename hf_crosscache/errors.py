@@ -17,6 +17,10 @@ class IdentityError(CrossCacheError):
     """A translator was given another model or tokenizer than the one it was fitted on."""
 
 
+class AlignmentError(CrossCacheError):
+    """Two tokenizers cannot be lined up over one text: tokens that do not spell it, or that nobody can spell."""
+
+
 class CalibrationError(CrossCacheError):
     """The calibration texts cannot carry a fit: too few, too short, or not finite."""
 
