@@ -67,8 +67,8 @@ def align(source: TokenSpans, target: TokenSpans, *, start: int = 0) -> TokenAli
     """Align the tokens of two models over one text.
 
     Target token t, which ends at byte e of the text, gets the last source token that ends at e or before. Tokens that spell nothing of the
-    text (special ones, those of a chat template) are matched in order with those of the source that stand between the same bytes: first
-    with the same one, else with one that has no partner either.
+    text (special ones, those of a chat template) are matched in order with those of the source that stand between the same bytes: equal
+    ones, and special ones that have no equal (a BOS of each). The others get the last source token before them.
 
     One of the two may have read on: the texts have to agree as far as both go.
 
@@ -156,25 +156,34 @@ def _match_empty(source: TokenSpans, target: TokenSpans, start: int, index: torc
     offsets, counts = torch.unique_consecutive(target.ends[empty], return_counts=True)
     before = _last_token(source.ends, offsets)
     behind = torch.searchsorted(source.ends, offsets, right=True)
-    theirs = target.table.spell(target.ids[empty].tolist(), target.side)
+    theirs = _named(target, empty)
     first = 0
     matched: list[int] = []
     for count, low, high in zip(counts.tolist(), (before + 1).tolist(), behind.tolist(), strict=True):
-        ours = source.table.spell(source.ids[low:high].tolist(), source.side)
+        ours = _named(source, torch.arange(low, high))
         matched += [low + at for at in _partners(ours, theirs[first : first + count])]
         first += count
     new = empty >= start
     index[empty[new] - start] = torch.tensor(matched, dtype=torch.long)[new]
 
 
-def _partners(ours: list[bytes], theirs: list[bytes]) -> list[int]:
-    """For each of theirs the last of ours that stands no later than it, -1 for none: equal ones together, then those without an equal."""
+def _named(spans: TokenSpans, tokens: torch.Tensor) -> list[tuple[bytes, bool]]:
+    """The bytes of some tokens, and whether they are special."""
+    ids = spans.ids[tokens].tolist()
+    return [(name, index in spans.table.special) for name, index in zip(spans.table.spell(ids, spans.side), ids, strict=True)]
+
+
+def _partners(ours: list[tuple[bytes, bool]], theirs: list[tuple[bytes, bool]]) -> list[int]:
+    """For each of theirs the last of ours that stands no later than it, -1 for none.
+
+    Equal tokens belong together, and so do two special ones that have no equal on the other side.
+    """
     partners = []
     at = 0
     for number, token in enumerate(theirs):
         if token in ours[at:]:
             at = ours.index(token, at) + 1
-        elif at < len(ours) and ours[at] not in theirs[number:]:
+        elif at < len(ours) and ours[at][1] and token[1] and ours[at] not in theirs[number:]:
             at += 1
         partners.append(at - 1)
     return partners

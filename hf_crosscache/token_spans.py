@@ -122,8 +122,10 @@ class TokenSpans:
         Raises:
             AlignmentError: as `of_ids`.
         """
-        new = _list_of(ids, self.side)
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.ids.tolist(), new, strict=False)))
+        new = torch.tensor(_list_of(ids, self.side), dtype=torch.long)
+        shared = min(len(new), len(self))
+        differs = (new[:shared] != self.ids[:shared]).nonzero()
+        same = int(differs[0]) if len(differs) else shared
         kept = self if same == len(self) else self.crop(same)
         if text is None:
             return kept.extend(new[same:])
@@ -175,15 +177,16 @@ class TokenSpans:
             at = self._follow(ids, spelled, lengths, first, stop, text, at)
             if stop < len(ids):
                 name, space = spelled[stop], 0
-                if not text.startswith(name, at) and ids[stop] in self.table.eats_left:
+                eaten_before = stop > 0 and ids[stop - 1] in self.table.eats_right
+                if not text.startswith(name, at) and (eaten_before or ids[stop] in self.table.eats_left):
                     space = _spaces(text, at)
                 if text.startswith(name, at + space):
-                    lengths[stop] = space + len(name)
+                    lengths[stop - 1 if eaten_before else stop] += space
+                    at += space + len(name)
                 elif ids[stop] in self.table.special:
                     lengths[stop] = 0
                 else:
                     raise AlignmentError(_difference(self.side, name, text[at:], len(self.text) + at))
-                at += int(lengths[stop])
             first = stop + 1
         if at < len(text) and ids and ids[-1] in self.table.eats_right:
             lengths[-1] += _spaces(text, at)
@@ -206,7 +209,7 @@ class TokenSpans:
         eaten = _spaces(text, at) if first and ids[first - 1] in self.table.eats_right else 0
         for space in (0, eaten):
             for skip in skips:
-                if run[:skip].strip() == b"" and text.startswith(run[skip:], at + space):
+                if run[:skip] in (b"", b" ") and text.startswith(run[skip:], at + space):
                     lengths[first] -= skip
                     if space:
                         lengths[first - 1] += space

@@ -57,6 +57,17 @@ def test_messages_meet_messages_and_templates_meet_templates():
     assert text == "<s>[user]\n\nuser</s>[assistant]\n\nthe fox</s>[user]\n\n[user]</s>"
 
 
+def test_a_word_of_a_template_that_is_cut_otherwise_is_not_read_ahead():
+    source, target = (chat_spans(one, conversation("Hi", "Hi", "Hi"), side="source") for one in (PLAIN, CHAT))
+    name = [source.table.spelling[index] for index in source.ids.tolist()]
+    for token, partner in enumerate(align(source, target).source_index[0].tolist()):
+        spelled = target.table.spelling[int(target.ids[token])]
+        if partner >= 0 and target.ends[token] == target.starts[token]:
+            special = int(target.ids[token]) in target.table.special
+            fresh = token == 0 or partner > align(source, target).source_index[0, token - 1]
+            assert not fresh or special or name[partner] == spelled
+
+
 def test_a_template_that_changes_a_message_is_told_which():
     loud = tokenizer("{% for m in messages %}{{ m.role }}: {{ m.content | upper }}{% endfor %}", byte_level())
     with pytest.raises(AlignmentError, match="source's chat template leaves out message 0, or changes it: 'the fox' was said"):

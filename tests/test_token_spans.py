@@ -109,7 +109,7 @@ def test_special_tokens_have_spans_where_the_text_names_them():
 
 def test_whitespace_that_a_token_swallows_is_its_own():
     tokenizer = sentencepiece("prepend", strips_right=True)
-    for text in ("the<|end|>\n \n fox", "the<|end|>\nfox<|end|>\n"):
+    for text in ("the<|end|>\n \n fox", "the<|end|>\nfox<|end|>\n", "the<|end|>\n</s>fox", "<|end|>\n<|end|>\n\nfox"):
         spans = TokenSpans.of_text(tokenizer, text, side="source")
         pieces = [spans.text[a:b].decode() for a, b in zip(spans.starts, spans.ends, strict=True)]
         assert "".join(pieces) == text and any(piece.startswith("<|end|>\n") for piece in pieces)
@@ -149,6 +149,8 @@ def test_ids_of_another_text_are_told_where():
     ]:
         with pytest.raises(AlignmentError, match=f"The target's tokens do not spell the text: from {found}"):
             TokenSpans.of_ids(tokenizer, ids, side="target", text=text)
+    with pytest.raises(AlignmentError, match=r"from byte 0 on they have '\\nHi', the text has 'Hi'"):  # a space alone may be nobody's
+        TokenSpans.of_ids(sentencepiece("prepend"), sentencepiece(None)("\nHi")["input_ids"], side="source", text="Hi")
     with pytest.raises(AlignmentError, match="from byte 0"):
         TokenSpans.of_ids(tokenizer, ids, side="target").retokenized(ids, text="A quick fox")
     with pytest.raises(AlignmentError, match=r"\[T\], expected; \[1, 3\] found"):
