@@ -107,7 +107,6 @@ class TranslatedCache(Cache):
         self._dtype = source.dtype if target_model is None else target_model.dtype
         self._fill(translator.target.geometry, target_model, keep_window)
         self._report.native_tokens = 0 if sinks is None else sinks.length
-        self._report.native_layers = translator.native_layers
         self._wait_for(source, translator, context, sinks, first)
 
     def _fill(self, geometry: CacheGeometry, target_model: PreTrainedModel | None, keep_window: bool) -> None:
@@ -135,6 +134,7 @@ class TranslatedCache(Cache):
         kept = None if self._windows is None else tuple(None if window is None else window - 1 for window in self._windows)
         placed = {"windows": kept, "devices": self._devices, "first": first, "whole": self._on_error == "prefill"}
         self._hand_off = PendingTranslation(source, translator, context, sinks, self._dtype, start=start, **placed)
+        self._report.native_layers = translator.native_layers
         self._report.follow(self._hand_off)
         for layer in self._translated:
             layer.wait_for(self._hand_off)

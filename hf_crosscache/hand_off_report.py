@@ -14,7 +14,7 @@ class HandOffReport:
     """What a `TranslatedCache` was filled with; positions are of one row.
 
     native_tokens: first positions that the target read itself.
-    native_layers: first layers that the target ran itself over the rest of the context.
+    native_layers: first layers that the target ran itself over the rest of the context, of the newest hand-off.
     left_to_target: last context positions that were left out for the target to read.
     fallen_back: spans (start, end) of slots that the target read itself because translation failed; fallback_reason names the layer.
     """

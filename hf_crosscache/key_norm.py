@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .compat import decoder_of, prefill, states_of
 from .geometry import CacheGeometry
-from .placement import device_of
+from .placement import device_of, stored_weight
 from .rope import strip_rope, to_half_split
 
 _TOKENS = 16
@@ -28,7 +28,8 @@ def inverse_key_norms(model: PreTrainedModel, geometry: CacheGeometry) -> torch.
         `[layers, D]` float32 on the CPU, in half-split order; None where a layer's keys are of no such kind.
     """
     blocks: Any = getattr(decoder_of(model), "layers", [])
-    weights = [getattr(getattr(getattr(block, "self_attn", None), "k_norm", None), "weight", None) for block in blocks]
+    norms: list[Any] = [getattr(getattr(block, "self_attn", None), "k_norm", None) for block in blocks]
+    weights = [getattr(norm, "weight", None) for norm in norms]
     dims = {layer.head_dim for layer in geometry.layers}
     if len(weights) != len(geometry) or len(dims) > 1 or any(weight is None or weight.numel() not in dims for weight in weights):
         return None
@@ -37,10 +38,10 @@ def inverse_key_norms(model: PreTrainedModel, geometry: CacheGeometry) -> torch.
     cached = states_of(prefill(model, ids)[0])
     position_ids = torch.arange(_TOKENS, device=ids.device)[None]
     found = []
-    for (keys, _), weight, table in zip(cached, weights, geometry.rotary, strict=True):
+    for (keys, _), norm, table in zip(cached, norms, geometry.rotary, strict=True):
         keys = to_half_split(keys, table.rotary_dim) if table.interleaved else keys
         stripped = strip_rope(keys, *table.cos_sin(position_ids.to(keys.device), keys.dtype))
-        inverse = _inverse(stripped, weight.detach().float().to(keys.device), table.rotary_dim if table.interleaved else 0)
+        inverse = _inverse(stripped, stored_weight(norm).float().to(keys.device), table.rotary_dim if table.interleaved else 0)
         if inverse is None:
             return None
         found.append(inverse.cpu())

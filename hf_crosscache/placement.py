@@ -48,7 +48,17 @@ def stored_parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return stored
 
 
-def _offloaded(model: PreTrainedModel, name: str) -> torch.Tensor:
+def stored_weight(module: torch.nn.Module) -> torch.Tensor:
+    """Return the weight of a module, read from where accelerate keeps it.
+
+    Raises:
+        UnsupportedModelError: it has no values.
+    """
+    weight: Any = module.weight
+    return _offloaded(module, "weight") if weight.device.type == "meta" else weight.detach()
+
+
+def _offloaded(model: torch.nn.Module, name: str) -> torch.Tensor:
     path, _, own_name = name.rpartition(".")
     for hook in _hooks(model.get_submodule(path)):
         weights = getattr(hook, "weights_map", None)

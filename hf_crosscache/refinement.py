@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import reduce
+from accelerate.utils import broadcast, reduce
 from tqdm.auto import tqdm
 
 from .calibration import Calibration
@@ -67,10 +68,12 @@ def refine_translator(
     Args:
         translator: as `fit_translator`, or another refinement, returned it.
         calibration: of the same models, with the translator's native_layers.
-        folder: where progress is kept, to be taken up again by the same call; None keeps none.
+        folder: where progress is kept, to be taken up again by the same call; None keeps none. Progress of other maps, texts or settings
+            than these is left aside, and written over.
 
     Returns:
-        A translator on the CPU of the same support; `summary["refined"]` says how it came about, and what it gained on held-out windows.
+        A translator on the CPU of the same support; `summary["refined"]` says how it came about, and what it gained on held-out windows. An
+        evaluation that the summary held of the maps before is left out.
 
     Raises:
         GeometryError, IdentityError: the models are not the translator's.
@@ -98,6 +101,7 @@ class _Trainer:
         self.longest = max(settings.least_context, calibration.window - settings.continuation)
         self.progress = None if not progress else Path(progress)
         self.processes = PartialState()
+        self.begun = _fingerprint(distillation.maps.translator, calibration, settings)
 
     def run(self, translator: CacheTranslator) -> CacheTranslator:
         started = time.perf_counter()
@@ -117,11 +121,14 @@ class _Trainer:
             "seconds": round(time.perf_counter() - started, 1),
             "held_out": {"windows": len(self.held_out), "before": asdict(before), "after": asdict(after)},
         }
-        return self.maps.to_translator().with_summary({"refined": entry})
+        refined = self.maps.to_translator()
+        summary = {name: figures for name, figures in refined.summary.items() if name != "evaluation"}  # which was of other maps
+        return replace(refined, summary={**summary, "refined": entry})
 
     def check(self) -> HeldOut:
         """Look at the held-out windows, with contexts as long as they come."""
-        return self.distillation.check(self.held_out, self.longest)
+        found = self.distillation.check(self.held_out, self.longest)
+        return HeldOut(*self._agreed(found.kl, found.context_recovered))
 
     def _pilots(self) -> dict[float, float]:
         """Learning rate -> held-out KL after a few steps with it. The maps are left as the best of them has made them."""
@@ -157,10 +164,13 @@ class _Trainer:
         checked = first / steps
         with tqdm(total=steps, initial=first, desc="refine", unit="step") as bar:
             for step in range(first, steps):
-                seconds = spent + time.perf_counter() - started
-                share = step / steps if limit is None else max(step / steps, seconds / (60 * limit))
+                share = step / steps
+                if limit is not None:
+                    (seconds,) = self._agreed(spent + time.perf_counter() - started)
+                    share = max(share, seconds / (60 * limit))
                 if share >= 1:
-                    return best, kept, step
+                    now = self.check()
+                    return (self.maps.state_dict(), now, step) if now.kl < kept.kl else (best, kept, step)
                 self._step(optimizer, rate / 3**drops, step, share)
                 bar.update()
                 done = step + 1 == steps or share + 1.5 / steps >= 1
@@ -180,7 +190,17 @@ class _Trainer:
                 if self.progress is not None and self.processes.is_main_process:
                     spent_now = spent + time.perf_counter() - started
                     state = {"maps": self.maps.state_dict(), "optimizer": optimizer.state_dict(), "best": best, "kept": asdict(kept)}
-                    self._keep({**state, "step": step + 1, "worse": worse, "drops": drops, "pilots": pilots, "spent": spent_now})
+                    self._keep(
+                        {
+                            **state,
+                            "step": step + 1,
+                            "worse": worse,
+                            "drops": drops,
+                            "pilots": pilots,
+                            "spent": spent_now,
+                            "begun": self.begun,
+                        }
+                    )
         return best, kept, steps
 
     def _step(self, optimizer: torch.optim.Optimizer, rate: float, step: int, share: float) -> None:
@@ -214,4 +234,21 @@ class _Trainer:
         """What an earlier call has left, None where there was none."""
         if self.progress is None or not self.progress.exists():
             return None
-        return torch.load(self.progress, map_location=self.distillation.device, weights_only=True)
+        known = torch.load(self.progress, map_location=self.distillation.device, weights_only=True)
+        return known if known.get("begun") == self.begun else None
+
+    def _agreed(self, *figures: float) -> tuple[float, ...]:
+        """The main process's figures, since clocks and sums differ and all processes have to decide alike."""
+        if self.processes.num_processes == 1:
+            return figures
+        told: Any = broadcast(torch.tensor(figures, dtype=torch.float64, device=self.distillation.device))
+        return tuple(told.tolist())
+
+
+def _fingerprint(translator: CacheTranslator, calibration: Calibration, settings: Refinement) -> str:
+    """Say what a refinement is of: maps, windows and settings, but for the time it may take."""
+    digest = hashlib.sha256(repr({**asdict(settings), "learning_rates": tuple(settings.learning_rates), "minutes": None}).encode())
+    tensors = [m.weight for side in (translator.keys, translator.values) for m in side if m is not None]
+    for tensor in (*tensors, *calibration.windows.values()):
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -50,6 +50,17 @@ def test_a_cache_grows_behind_native_layers(family):
     assert torch.equal(generate(model, ids, cache), generate(model, ids))
 
 
+def test_a_hand_off_behind_what_the_target_has_read_tells_its_native_layers():
+    model = a_model("llama")[0]
+    ids = random_ids(1, 30)
+    cache = TranslatedCache.empty(model)
+    with torch.no_grad():
+        model(ids[:, :8], use_cache=True, **cache_argument(cache))
+    cache.extend(source_cache(model, ids[:, :25]), translator=native_translator(model, 2), input_ids=ids)
+    assert cache.report().native_layers == 2
+    assert torch.equal(generate(model, ids, cache), generate(model, ids))
+
+
 def test_padded_rows_have_native_layers_of_their_own():
     model = a_model("qwen2")[0]
     translator = native_translator(model, 2)

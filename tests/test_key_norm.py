@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import accelerate
 import pytest
 import torch
 from builders import TEXTS, a_model, generate, identity_translator, pocket_model, random_ids, tiny_model
@@ -25,6 +26,13 @@ def test_keys_have_unit_length_under_the_inverse_weights(family):
         stripped = strip_rope(keys, *geometry.rotary[layer_idx].cos_sin(positions, keys.dtype))
         rms = (stripped * inverse[layer_idx]).square().mean(-1).sqrt()
         torch.testing.assert_close(rms, torch.ones_like(rms), atol=2e-3, rtol=0)
+
+
+def test_weights_that_are_offloaded_are_read():
+    model, offloaded = (tiny_model("qwen3") for _ in range(2))
+    accelerate.cpu_offload(offloaded, execution_device=torch.device("cpu"))
+    geometry = CacheGeometry.from_model(model)
+    assert torch.equal(inverse_key_norms(offloaded, geometry), inverse_key_norms(model, geometry))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "olmo2", "phi3", "gemma2", "cohere2"])

@@ -1,5 +1,9 @@
 """Refinement: it starts at the closed form, never ends worse, goes on where it stopped, and refuses what does not fit."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from builders import MODELS, TEXTS, pocket_model
@@ -127,6 +131,32 @@ def test_a_run_goes_on_where_it_stopped(fitted, tmp_path, monkeypatch):
     monkeypatch.setattr(Distillation, "loss", loss)
     resumed = refine_translator(translator, calibration, QUICK, folder=tmp_path)
     torch.testing.assert_close(resumed.keys[-1].weight, whole.keys[-1].weight, atol=1e-5, rtol=1e-4)
+
+
+def test_refining_again_in_the_same_folder_begins_anew(fitted, tmp_path):
+    calibration, translator = fitted
+    once = refine_translator(translator.with_summary({"evaluation": {"arms": []}}), calibration, QUICK, folder=tmp_path)
+    twice = refine_translator(once, calibration, QUICK, folder=tmp_path)
+    first, second = (refined.summary["refined"]["held_out"] for refined in (once, twice))
+    assert second["before"]["kl"] == pytest.approx(first["after"]["kl"], rel=1e-3) and "evaluation" not in once.summary
+    again = Distillation(twice, calibration).check(calibration.windows["validation"][:64], 128)
+    assert again.kl == pytest.approx(second["after"]["kl"], rel=1e-3)
+
+
+def test_processes_end_together(tmp_path):
+    """The second process's clock runs ahead: it would end the run alone, and the first wait for it for ever."""
+    launched = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(Path(__file__).parent / "two_processes.py"),
+    ]
+    found = subprocess.run(launched, capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("refined") == 2
 
 
 def test_a_limit_of_time_ends_the_run(fitted):
