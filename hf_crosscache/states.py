@@ -72,14 +72,24 @@ class RoleStates(NamedTuple):
 
 
 @dataclass(frozen=True)
+class AttentionWeights:
+    """How much each row matters to what later tokens read of the target: per layer `[B, H, T]` float32, of mean 1 in every head."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
 class PairedStates:
     """The states of both models on the same tokens; row (b, t) of one belongs to row (b, t) of the other.
 
     sample_weight: `[B, T]` weight of each row, None for ones.
+    attention_weights: further weights of each row, by the target's layers, heads and roles; None for ones.
     hidden: `[B, T, F]` what the attention of the target's last native layer read, where there is one.
     """
 
     source: LayerStates
     target: LayerStates
     sample_weight: torch.Tensor | None = None
+    attention_weights: AttentionWeights | None = None
     hidden: torch.Tensor | None = None
