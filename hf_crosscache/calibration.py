@@ -12,6 +12,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .attention_weights import received_attention
 from .compat import prefill, states_of
 from .errors import CalibrationError, IdentityError
 from .features import FeatureLayers, NativeFeatures
@@ -95,7 +96,7 @@ class Calibration:
         return sum(windows.numel() for windows in self.windows.values())
 
     def states(
-        self, description: str, tokens: int | None = None, features: NativeFeatures | None = None
+        self, description: str, tokens: int | None = None, features: NativeFeatures | None = None, attention_weights: bool = False
     ) -> Iterator[tuple[PairedStates, Split]]:
         """Yield the paired states of every batch of windows, with the split it belongs to.
 
@@ -103,6 +104,7 @@ class Calibration:
             description: what the progress bar says.
             tokens: stop after about so many tokens, the splits in proportion; None for all.
             features: to lay out as further layers of the source.
+            attention_weights: whether to weigh the rows by the attention that they receive from the target's later queries.
         """
         share = 1.0 if tokens is None else min(1.0, tokens / self.tokens)
         counts = {split: max(1, round(share * len(windows))) for split, windows in self.windows.items()}
@@ -111,7 +113,7 @@ class Calibration:
         with tqdm(total=total, desc=description, unit="tok", unit_scale=True) as bar:
             for split in ("fit", "validation"):
                 for batch in self.windows[split][: counts[split]].split(self.batch_size):
-                    paired = self.paired(batch)
+                    paired = self.paired(batch, attention_weights)
                     if joined is not None:
                         paired = replace(paired, source=joined.behind(paired.source, paired.hidden))
                     yield paired, split
@@ -143,13 +145,16 @@ class Calibration:
             target, _ = prefill(self.target_model, ids.to(device_of(self.target_model)))
         return source, target, seen[0] if seen else None
 
-    def paired(self, batch: torch.Tensor) -> PairedStates:
+    def paired(self, batch: torch.Tensor, attention_weights: bool = False) -> PairedStates:
         """The states of both models on some windows `[B, T]`, but for the first `sink_tokens`."""
         device, skip = device_of(self.target_model), self.sink_tokens
-        source, target, hidden = self.read(batch)
+        listens = received_attention(self.target_model, self.target.geometry, skip=skip) if attention_weights else nullcontext()
+        with listens as received:
+            source, target, hidden = self.read(batch)
         return PairedStates(
             layer_states(source, self.source.geometry, skip, device),
             layer_states(target, self.target.geometry, skip, device),
+            attention_weights=None if received is None else received.weights().to(device),
             hidden=None if hidden is None else hidden[:, skip:].to(device),
         )
 

@@ -62,6 +62,7 @@ def _fit(args: argparse.Namespace) -> None:
         candidates=args.candidates,
         native_features=args.native_features,
         match_variance=args.match_variance,
+        attention_weights=args.attention_weights,
     )
     translator.save_pretrained(args.out, dtype=getattr(torch, args.save_dtype))
     _print_info(args.out)

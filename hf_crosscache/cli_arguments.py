@@ -31,6 +31,7 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     fit.add_argument("--support", choices=["head", "full"], default="head")
     fit.add_argument("--k", type=int, help="source heads a target head reads, or layers; default 8 heads, or all layers")
     fit.add_argument("--candidates", type=int, help="blocks kept for forward selection; default 1.5 k")
+    fit.add_argument("--attention-weights", action="store_true", help="let tokens count by the attention they receive from later ones")
     fit.add_argument("--tokens", type=int, default=760_000, help="calibration tokens")
     fit.add_argument("--window", type=int, default=512, help="tokens of one window")
     fit.add_argument("--batch-size", type=int, default=8, help="windows read at once")

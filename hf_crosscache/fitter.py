@@ -42,6 +42,10 @@ class TranslatorFitter:
     are gathered in two rounds: `screen` scores every source block alone on held-out rows and keeps the best `candidates` of each target,
     `update` gathers their joint moments, and `fit` selects k of them by forward selection and solves.
 
+    Attention weights of the states count in `update`: head by head with support "head"; as the mean over what one regression serves with
+    "full" (a layer's heads) and where k takes in everything (all layers' heads). Held-out R2 is weighted too. `screen`, one regression
+    for all targets, leaves them out.
+
     Memory is that of the moments (`moments_bytes`), whatever the number of rows.
 
     Args:
@@ -87,7 +91,7 @@ class TranslatorFitter:
     def screen(self, states: PairedStates, split: Split) -> TranslatorFitter:
         """Add rows to the statistics that score every source block alone against every target."""
         for name, role in self._roles.items():
-            role.screen(states.source.of_role(name), states.target.of_role(name), states.sample_weight, split)
+            role.screen(states.source.of_role(name), states.target.of_role(name), states.row_weights(), split)
         return self
 
     def choose_candidates(self) -> TranslatorFitter:
@@ -101,7 +105,7 @@ class TranslatorFitter:
         if self.needs_screening:
             raise CalibrationError("Call screen(...) and choose_candidates() before update(...): not all source blocks are read.")
         for name, role in self._roles.items():
-            role.update(states.source.of_role(name), states.target.of_role(name), states.sample_weight, split)
+            role.update(states.source.of_role(name), states.target.of_role(name), role.weights(states, name), split)
         return self
 
     def merge(self, other: TranslatorFitter) -> TranslatorFitter:
@@ -196,6 +200,15 @@ class _RoleFitter:
         self.candidates = torch.cat([best, always.expand(len(best), -1)], dim=1)
         self._screening.clear()
 
+    def weights(self, states: PairedStates, name: str) -> torch.Tensor | None:
+        """The weight of each row in each regression, `[1 or G, B * T]`, None for ones."""
+        weights = states.weights(name, self.plan.target_layers)
+        if weights is None:
+            return None
+        if self.everything:
+            return weights.mean((0, 1))[None]
+        return weights.flatten(0, 1) if self.plan.support == "head" else weights.mean(1)
+
     def update(self, source: RoleStates, target: RoleStates, sample_weight: torch.Tensor | None, split: Split) -> None:
         if self.candidates is None:
             raise CalibrationError("No candidates chosen yet.")
@@ -212,7 +225,7 @@ class _RoleFitter:
         sample_weight: torch.Tensor | None,
         split: Split,
     ) -> None:
-        """Add rows to the moments of the regressions of some target heads `[G or 1, e, 2]` on some source blocks `[G, c]`."""
+        """Add rows, of weights `[1 or G, B * T]`, to the moments of some target heads `[G or 1, e, 2]` on some source blocks `[G, c]`."""
         device = source.layers[0].device
         target = target.select(self.plan.target_layers)
         heads = torch.tensor(self.blocks, dtype=torch.int32)[inputs].flatten(1, 2)  # [G, c, 2]
@@ -223,7 +236,8 @@ class _RoleFitter:
             shift_x, shift_y = (
                 shift[blocks[..., 0].long(), blocks[..., 1].long()] for shift, blocks in ((source_shift, heads), (target_shift, outputs))
             )
-            into[split] = WeightedMoments.about(shift_x.flatten(1), shift_y.flatten(1))
+            weights = 1 if sample_weight is None else len(sample_weight)
+            into[split] = WeightedMoments.about(shift_x.flatten(1), shift_y.flatten(1), weights)
         ops.accumulate_moments(
             source.layers,
             target.layers,
@@ -231,7 +245,7 @@ class _RoleFitter:
             outputs.to(device),
             source_shift,
             target_shift,
-            None if sample_weight is None else sample_weight.reshape(1, -1).float(),
+            sample_weight,
             *source.tables(self._tables),
             *target.tables(self._tables),
             into[split].sums,

@@ -30,6 +30,7 @@ def fit_translator(
     candidates: int | None = None,
     native_features: int | None = None,
     match_variance: bool = False,
+    attention_weights: bool = False,
     layers_per_pass: int | None = None,
 ) -> CacheTranslator:
     """Fit a translator from calibration texts.
@@ -46,6 +47,8 @@ def fit_translator(
         native_features: with native layers, how many directions of the hidden state every map reads; None for all of them.
         match_variance: scale the maps of values so that what a head writes varies as much as the target's own values, which a regression
             shrinks by the square root of its R2. For a translator that is not going to be refined.
+        attention_weights: whether rows count by the attention that they receive from the target's later queries (`received` in
+            attention_weights.py), head by head, keys and values apart; held-out R2 is weighted likewise.
         layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
 
     Returns:
@@ -68,7 +71,7 @@ def fit_translator(
             for states, split in calibration.states(f"screen{of}", _enough(calibration), read):
                 fitter.screen(states, split)
             fitter.choose_candidates()
-        for states, split in calibration.states(f"fit{of}", features=read):
+        for states, split in calibration.states(f"fit{of}", features=read, attention_weights=attention_weights):
             fitter.update(states, split)
         fitted.append(fitter.fit())
     values = [layer_map for maps in fitted for layer_map in maps.values]
@@ -95,6 +98,7 @@ def fit_translator(
             "native_layers": native,
             "native_features": width,
             "match_variance": match_variance,
+            "attention_weights": attention_weights,
             "alpha": [maps.alpha for maps in fitted],
             "tokens": calibration.tokens,
             "window": calibration.window,

@@ -78,6 +78,10 @@ class AttentionWeights:
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
+    def to(self, device: torch.device | str) -> AttentionWeights:
+        """Move all layers to one device."""
+        return AttentionWeights([keys.to(device) for keys in self.keys], [values.to(device) for values in self.values])
+
 
 @dataclass(frozen=True)
 class PairedStates:
@@ -93,3 +97,16 @@ class PairedStates:
     sample_weight: torch.Tensor | None = None
     attention_weights: AttentionWeights | None = None
     hidden: torch.Tensor | None = None
+
+    def row_weights(self) -> torch.Tensor | None:
+        """The weight of each row, whatever it is used for: `[1, B * T]` float32, None for ones."""
+        return None if self.sample_weight is None else self.sample_weight.reshape(1, -1).float()
+
+    def weights(self, role: str, layers: Iterable[int]) -> torch.Tensor | None:
+        """The weight of each row for the heads of some target layers: `[layers or 1, H or 1, B * T]` float32, None for ones."""
+        of_rows = self.row_weights()
+        if self.attention_weights is None:
+            return None if of_rows is None else of_rows[None]
+        of_layers = getattr(self.attention_weights, role)
+        weights = torch.stack([of_layers[i] for i in layers]).transpose(1, 2).flatten(2)
+        return weights if of_rows is None else weights * of_rows

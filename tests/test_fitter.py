@@ -9,7 +9,7 @@ from hf_crosscache.errors import CalibrationError, GeometryError
 from hf_crosscache.geometry import LayerGeometry
 from hf_crosscache.maps import SourceHead
 from hf_crosscache.rope import RotaryTable
-from hf_crosscache.states import LayerStates, PairedStates
+from hf_crosscache.states import AttentionWeights, LayerStates, PairedStates
 
 
 def geometry(layers, heads, dim):
@@ -109,6 +109,67 @@ def test_sample_weight_of_zero_leaves_a_row_out():
     weight = torch.ones(4, 64)
     weight[0] = 0
     torch.testing.assert_close(fit(weight, spoil=True), fit(weight, spoil=False), rtol=1e-3, atol=1e-4)
+
+
+def fit_weighted(make, k, support="head", attention_weights=None, sample_weight=None, noise=1.0):
+    fitter = TranslatorFitter(SOURCE, TARGET, support=support, k=k, candidates=k)
+    rows, held_out = make(states(4, 0, noise)), states(2, 100, noise)
+    if fitter.needs_screening:
+        fitter.screen(states(4, 0, noise), "fit").screen(held_out, "validation").choose_candidates()
+    weighted = PairedStates(rows.source, rows.target, sample_weight, attention_weights)
+    return fitter.update(weighted, "fit").update(held_out, "validation").fit()
+
+
+def first_window_twice(paired):
+    sides = []
+    for side in (paired.source, paired.target):
+        sides.append(LayerStates(*([torch.cat([x, x[:1]]) for x in role] for role in (side.keys, side.values))))
+    return PairedStates(*sides)
+
+
+def one_window_counts_twice(heads):
+    """Weights of 2 on the first window for the keys of some target heads (layer, head), of 1 for all else."""
+    weights = AttentionWeights([torch.ones(4, 3, 64) for _ in range(2)], [torch.ones(4, 3, 64) for _ in range(2)])
+    for layer, head in heads:
+        weights.keys[layer][0, head] = 2
+    return weights
+
+
+def assert_maps_equal(one, another, heads=slice(None)):
+    assert [one.blocks[h] for h in range(len(one.blocks))] == [another.blocks[h] for h in range(len(another.blocks))]
+    torch.testing.assert_close(one.weight[heads], another.weight[heads], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(one.mean_y[heads], another.mean_y[heads], rtol=1e-3, atol=1e-4)
+
+
+def test_each_head_and_role_has_attention_weights_of_its_own(monkeypatch):
+    monkeypatch.setattr("hf_crosscache.ridge.ALPHAS", (1e-4,))  # one alpha serves all heads
+    plain = fit_weighted(lambda rows: rows, 2)
+    twice = fit_weighted(first_window_twice, 2)
+    weighted = fit_weighted(lambda rows: rows, 2, attention_weights=one_window_counts_twice([(1, 2)]))
+    assert_maps_equal(weighted.keys[1], twice.keys[1], heads=2)
+    assert_maps_equal(weighted.keys[1], plain.keys[1], heads=slice(0, 2))
+    for one, another in [(weighted.keys[0], plain.keys[0]), *zip(weighted.values, plain.values, strict=True)]:
+        assert_maps_equal(one, another)
+    assert (twice.keys[1].weight[2] - plain.keys[1].weight[2]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("support,k,served", [("full", 2, 3), ("full", 3, 6), ("head", 6, 6)])
+def test_a_shared_regression_takes_the_mean_of_the_attention_weights(support, k, served, monkeypatch):
+    """Of a layer's heads, or of all heads where every target reads everything."""
+    monkeypatch.setattr("hf_crosscache.ridge.ALPHAS", (1e-4,))
+    weights = one_window_counts_twice([(1, h) for h in range(3)] if served == 3 else [(t, h) for t in range(2) for h in range(3)])
+    weights.keys[1][0] = torch.tensor([4.0, 1.0, 1.0])[:, None].expand(3, 64)  # 2 on average
+    weighted = fit_weighted(lambda rows: rows, k, support, weights)
+    assert_maps_equal(weighted.keys[1], fit_weighted(first_window_twice, k, support).keys[1])
+    assert_maps_equal(weighted.values[1], fit_weighted(lambda rows: rows, k, support).values[1])
+
+
+def test_attention_weights_multiply_sample_weights(monkeypatch):
+    monkeypatch.setattr("hf_crosscache.ridge.ALPHAS", (1e-4,))
+    sample_weight = torch.ones(4, 64)
+    sample_weight[0] = 0.5
+    both = fit_weighted(lambda rows: rows, 2, attention_weights=one_window_counts_twice([(0, 1)]), sample_weight=sample_weight)
+    assert_maps_equal(both.keys[0], fit_weighted(lambda rows: rows, 2).keys[0], heads=1)
 
 
 def test_what_is_missing_is_said():
