@@ -20,9 +20,9 @@ def bench():
     return module
 
 
-def rows(turns):
-    with RESULTS.open() as file:
-        return [row for row in csv.DictReader(file) if row["turns"] == str(turns)]
+def rows(turns, source="qwen3-small"):
+    with (PATH.parents[2] / "examples" / "results" / "handoff.csv").open() as file:
+        return [row for row in csv.DictReader(file) if row["turns"] == str(turns) and row["source"] == source]
 
 
 def test_rows_are_written(bench, translator, tmp_path, monkeypatch):
@@ -48,13 +48,13 @@ def _one_way(session, models):
     return one_way
 
 
-@pytest.mark.parametrize("turns", [10, 20])
-def test_what_is_handed_over_is_worth_it_at_every_turn(turns):
-    measured = rows(turns)
+@pytest.mark.parametrize(("source", "turns"), [("qwen3-small", 10), ("qwen3-small", 20), ("qwen2.5-coder-0.5b-instruct", 10)])
+def test_what_is_handed_over_is_worth_it_at_every_turn(source, turns):
+    measured = rows(turns, source)
     assert [int(row["turn"]) for row in measured] == list(range(1, turns + 1))
     assert all(row["most_reads"] == "1" for row in measured)
     for row in measured[1:]:
-        assert float(row["kl"]) < 0.7 * min(float(row["kl_none"]), float(row["kl_wrong_document"]))
+        assert float(row["kl"]) < 0.75 * min(float(row["kl_none"]), float(row["kl_wrong_document"]))
         assert float(row["top1"]) > 0.7
 
 
