@@ -21,7 +21,7 @@ def bench():
 
 
 def rows(turns, source="qwen3-small"):
-    with (PATH.parents[2] / "examples" / "results" / "handoff.csv").open() as file:
+    with RESULTS.open() as file:
         return [row for row in csv.DictReader(file) if row["turns"] == str(turns) and row["source"] == source]
 
 
