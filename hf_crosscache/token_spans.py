@@ -205,7 +205,8 @@ class TokenSpans:
             own_space = self.table.space_after_special
         if not first or not len(self.text) + at:  # tokenized by itself, or the first of all words
             own_space = own_space or self.table.space_at_start
-        skips = [0, 1] if own_space == "if missing" else [1, 0] if own_space else [0]
+        goes_on = not first and len(self.text) + at > 0  # the words so far may have been tokenized together with these, or not
+        skips = [0, 1] if own_space == "if missing" or (own_space and goes_on) else [1, 0] if own_space else [0]
         eaten = _spaces(text, at) if first and ids[first - 1] in self.table.eats_right else 0
         for space in (0, eaten):
             for skip in skips:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_tokenizers import POCKET, TEXT, any_of, byte_level, pocket, sentencepiece
 
@@ -61,6 +61,7 @@ def test_a_text_that_grows_token_by_token_or_in_turns_is_the_text(name, text, da
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=30, deadline=None)
 @given(text=TEXT, more=TEXT)
+@example(text="\r\n", more="  ")
 def test_the_last_tokens_may_be_tokenized_anew(name, text, more):
     text, more = text.replace("▁", "_"), more.replace("▁", "_")
     before, after = of_text(name, text), of_text(name, text + more)
