@@ -12,7 +12,8 @@ import hf_crosscache
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_kernels"
-MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attention_weights", "cache", "calibration",
+MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attention_outputs",
+                           "attention_weights", "cache", "calibration",
                            "chat_spans", "cli", "compat", "continuations", "demo", "distillation", "evaluation", "export",
                            "fallback", "first_layers", "first_tokens", "geometry", "guard", "handoff", "identity",
                            "key_norm", "layers", "lm_eval_adapter", "placement", "prompt", "report", "rotary", "source",
@@ -22,7 +23,7 @@ ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identit
          "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "key_norm", "maps", "native_states",
          "translator", "arithmetic", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens",
          "first_layers", "stopwatch", "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache",
-         "continuations", "handoff", "attention_weights", "calibration", "attention_cosine", "intervals", "fitting",
+         "continuations", "handoff", "attention_weights", "attention_outputs", "calibration", "attention_cosine", "intervals", "fitting",
          "trainable", "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks",
          "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli_arguments", "tuning", "cli",
          "__init__"]  # fmt: skip
