@@ -8,6 +8,7 @@ from builders import a_model, random_ids
 
 from hf_crosscache import CacheTranslator, TranslatedCache, first_layers
 from hf_crosscache.arithmetic import hand_off_cost
+from hf_crosscache.calibration import layer_states
 from hf_crosscache.compat import prefill, states_of
 from hf_crosscache.errors import CalibrationError
 from hf_crosscache.features import NativeFeatures
@@ -16,6 +17,7 @@ from hf_crosscache.nonlinear_features import NonlinearFeatures
 from hf_crosscache.panels import Panels, blocks_of
 from hf_crosscache.rope import to_half_split, to_interleaved
 from hf_crosscache.source_features import SourceFeatures
+from hf_crosscache.trainable import TrainableMaps
 from hf_crosscache.translation import PendingTranslation
 
 NATIVE, SOURCE, HIDDEN_UNITS = 10, 21, 13  # not multiples of a head
@@ -169,6 +171,22 @@ def test_padded_rows_are_served_as_alone(masks, kind):
         slots = prompt[row, :length].nonzero()[:, 0]
         want = reference(model, translator, tokens[row : row + 1, : len(slots)])
         assert_served(found[translator.native_layers :], want[translator.native_layers :], slots, slice(row, row + 1))
+
+
+def test_maps_to_be_trained_begin_as_they_are_served(kind):
+    model, exact = a_model("llama")
+    translator, ids = random_translator(model, exact, kind), random_ids(2, 19)
+    given = {"target_model": model, "input_ids": ids, "recompute_last": 0}
+    served = served_by(TranslatedCache(prefill(model, ids)[0], translator, **given))
+    position_ids = torch.arange(19)[None]
+    hidden = first_layers.run(model, 1, {"input_ids": ids, "position_ids": position_ids.expand_as(ids)}).hidden
+    states = layer_states(prefill(model, ids)[0], exact.source.geometry, 0)
+    source = translator.panels.behind(states, hidden)
+    begun = TrainableMaps(translator, source, states)(source, position_ids, torch.float32)
+    assert begun.keys() == set(range(translator.native_layers, 3))
+    for layer_idx, pair in begun.items():
+        for found, want in zip(pair, served[layer_idx], strict=True):
+            torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_grows_and_forks(kind):

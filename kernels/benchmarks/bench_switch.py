@@ -118,10 +118,8 @@ def relative_error(layers: list, pairs: list, translator: CacheTranslator, targe
         turn_on = turn(translator.target.geometry.rotary[layer_idx], length, dtype, found.device)
         for head in range(found.shape[1]):
             read = layer_map.blocks[head if len(layer_map.blocks) > 1 else 0]
-            x = (
-                torch.cat([read_of[role][layer][:, source_head, :length] for layer, source_head in read], dim=-1)
-                - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
-            )
+            x = torch.cat([read_of[role][layer][:, source_head, :length] for layer, source_head in read], dim=-1)
+            x = x - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
             y = x @ layer_map.weight[head].double() + layer_map.mean_y[head].double()
             if role == 0 and translator.key_norm is not None:
                 unweighted = y * translator.key_norm[layer_idx].to(y)

@@ -50,8 +50,6 @@ def test_a_wrong_translation_ends_the_run(bench, translator, small, large, token
     "native_layers,panels",
     [
         (2, {"native_features": 40}),
-        (0, {"source_features": 24}),
-        (0, {"other_role": True}),
         (1, {"native_features": 20, "source_features": 24, "nonlinear_features": 32, "other_role": True}),
     ],
 )
