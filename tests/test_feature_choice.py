@@ -103,7 +103,7 @@ def test_the_other_role_doubles_what_there_is_to_choose_from():
 
 
 def test_hidden_units_recover_a_planted_readout():
-    """The features of rank 3 are those of the planted readout up to an affine map: units over the planted ones recover it exactly."""
+    """Nearly: the planted units are others, over an affine map of the same three features, and ten times fewer."""
     given = calibration("gelu")
     linear = choose_panels(given, source_features=RANK)
     wide = choose_panels(given, source_features=RANK, nonlinear_features=400)
