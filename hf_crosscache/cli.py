@@ -61,6 +61,9 @@ def _fit(args: argparse.Namespace) -> None:
         k=k,
         candidates=args.candidates,
         native_features=args.native_features,
+        source_features=args.source_features,
+        nonlinear_features=args.nonlinear_features,
+        other_role=args.other_role,
         match_variance=args.match_variance,
         attention_weights=args.attention_weights,
     )

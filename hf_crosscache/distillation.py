@@ -12,7 +12,6 @@ from transformers import DynamicCache
 from .attention_outputs import Heard, attentions_of, listening
 from .calibration import Calibration, layer_states
 from .compat import cache_argument, states_of
-from .features import FeatureLayers
 from .placement import device_of
 from .states import LayerStates
 from .trainable import TrainableMaps
@@ -45,10 +44,9 @@ class Distillation:
     def __init__(self, translator: CacheTranslator, calibration: Calibration, attention_error: float = 0.0) -> None:
         self.calibration, self.sinks, self.target = calibration, calibration.sink_tokens, calibration.target_model
         self.device = device_of(self.target)
-        geometry = calibration.source.geometry
-        self.features = None if translator.features is None else FeatureLayers(translator.features.to(self.device), geometry)
+        self.panels = translator.to(self.device).panels
         paired = calibration.paired(calibration.windows["fit"][:_UNITS])
-        source = paired.source if self.features is None else self.features.behind(paired.source, paired.hidden)
+        source = self.panels.behind(paired.source, paired.hidden)
         self.maps = TrainableMaps(translator.to(self.device), source, paired.target)
         self.attention_error = attention_error
         self._attentions = attentions_of(self.target)[translator.native_layers :] if attention_error else []
@@ -100,8 +98,7 @@ class Distillation:
         """What the source makes of a context, features behind; the target's own states of it, and the cache to go on from."""
         cache, own, hidden = self.calibration.read(ids[:, :context])
         source = layer_states(cache, self.calibration.source.geometry, self.sinks, self.device)
-        if self.features is not None and hidden is not None:
-            source = self.features.behind(source, hidden[:, self.sinks :].to(self.device))
+        source = self.panels.behind(source, None if hidden is None else hidden[:, self.sinks :].to(self.device))
         return source, states_of(own), own
 
     def _translated(self, source: LayerStates, native: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:

@@ -25,6 +25,11 @@ class LayerStates:
     rotary: tuple[RotaryTable, ...] | None = None
     position_ids: torch.Tensor | None = None
 
+    def rows(self, rows: slice) -> LayerStates:
+        """Keep some rows, as views."""
+        keys, values = ([states[:, :, rows] for states in side] for side in (self.keys, self.values))
+        return LayerStates(keys, values, self.rotary, None if self.position_ids is None else self.position_ids[:, rows])
+
     def of_role(self, role: str) -> RoleStates:
         """The states of one role, with what turned them."""
         if role == "values" or self.rotary is None or self.position_ids is None:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from . import ops
+from .built_panels import BuiltPanels, gathered
 from .compat import uncompiled
 from .context import Context
 from .errors import GeometryError, HandOffError
-from .features import as_layers, layers_of
 from .first_layers import FirstLayers
 from .native_states import NativeStates
 from .source import SourceStates
@@ -60,7 +60,7 @@ class PendingTranslation:
         self.translated_layers = 0
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
-        self._features: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # as layers of the source, `[B, H, T, D]` from slot 0 on
+        self._panels = BuiltPanels(translator.panels, start, None if first is None else first.hidden)
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
@@ -99,7 +99,7 @@ class PendingTranslation:
         """Return a hand-off of its own state that shares every tensor; what waits for its taker comes without room behind."""
         twin = object.__new__(PendingTranslation)
         twin.__dict__ = {**self.__dict__, "_pending": set(self._pending), "_unchecked": list(self._unchecked), "work": self.work.fork()}
-        twin._ready = {}
+        twin._ready, twin._panels = {}, self._panels.fork()
         for layer, (keys, values) in self._ready.items():
             kept = self.kept(layer)
             twin._ready[layer] = keys[:, :, :kept], values[:, :, :kept]
@@ -206,47 +206,29 @@ class PendingTranslation:
             if _reads_flags_at_once(device):
                 self.check_states()
         self.source = rest
+        self._panels.keep(rest.held_layers)
         self.translated_layers += 0 if layers.start < self.translator.native_layers else len(layers)
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
 
     def _map(self, layers: range, context: Context, begin: int, out: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Translate the slots from `begin` on into `out` `[2, N, B, H, T, D]`; return the flags of its states, `[N, 2]`."""
-        read: set[int] = set()
-        for layer_idx in layers:
-            read |= self.translator.source_layers(layer_idx)
+        read, by_values = self.translator.read_by(layers)
         own = len(self.translator.source.geometry)
         source = {layer: self.source.on(layer, device) for layer in read if layer < own}
         row = begin
         if context.source_rows is not None:
-            slots = context.source_rows[:, None, begin:, None]
-            source = {layer: (_gathered(keys, slots), _gathered(values, slots)) for layer, (keys, values) in source.items()}
+            slots = slice(begin, self.length)
+            source = {i: (gathered(keys, context, slots), gathered(values, context, slots)) for i, (keys, values) in source.items()}
             row = 0
-        if self.translator.features is not None:
-            rows = slice(None) if context.source_rows is None else slice(begin, self.length)
-            source |= {own + i: (panel[:, :, rows], panel[:, :, rows]) for i, panel in enumerate(self._feature_layers(device))}
-        if context.position_ids is None:
-            position_ids = self.translator.position_ids(self.length, device)[:, begin:]
-        else:
-            position_ids = context.position_ids[:, begin:]
+        whole = self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
+        source |= self._panels.of(read, by_values, self.source, context, whole, device, begin)
+        if self._panels.features_built:
+            self.source = self.source.read_by(self.translator.map_readers)
+        position_ids = whole[:, begin:]
         among = self._run_of(layers.start)
         flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
         return self._flag_wild(layers, out, flags)
-
-    def _feature_layers(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The native features as layers of the source, with its shape and dtype; of the slots before `start` they say nothing."""
-        if device not in self._features:
-            features, first = self.translator.features, self.first
-            if features is None or first is None:
-                raise HandOffError("The translator reads the target's first layers: pass target_model= and input_ids=.")
-            shape = self.translator.source.geometry.layers[0]
-            hidden, end = first.hidden.to(device), self.start + first.hidden.shape[1]
-            rows = self.source.length if self.context.source_rows is None else end
-            size = (layers_of(features.width, shape), hidden.shape[0], shape.num_key_value_heads, rows, shape.head_dim)
-            panels = torch.empty(size, dtype=self.source.dtype, device=device)
-            as_layers(features.of(hidden), shape, panels[:, :, :, self.start : end])
-            self._features[device] = panels.unbind()
-        return self._features[device]
 
     def _flag_wild(self, layers: range, out: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """Add 2 to the flags of states that are far beyond what the fit saw of the target's own, at some positions."""
@@ -296,12 +278,6 @@ class PendingTranslation:
                 'model makes of a text; prefill the target natively, as on_error="prefill" does.'
             )
         return self._failure
-
-
-def _gathered(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of `[B, H, T, D]` states at `[B, 1, T', 1]` slots."""
-    batch, heads, _, head_dim = states.shape
-    return states.gather(2, slots.expand(batch, heads, -1, head_dim))
 
 
 def _place(native: torch.Tensor, states: torch.Tensor, start: int, first_slots: torch.Tensor | None) -> None:
