@@ -3,11 +3,10 @@
     python examples/measure_points.py SOURCE TARGET --texts texts.jsonl.xz --csv frontier.csv \\
         --point '{}' --point '{"native_layers": 2, "native_features": 512}' --recompute-last 0 16
 
-A point is a JSON object: native_layers and fit_tokens of the calibration, "saved": a folder of a translator to measure as it is, and whatever
-`fit_translator` takes. Every row holds the wrong-document control beside the figure, cost as a share of the arithmetic of the target's
-prefill, and the time to translate a context, median of several, the target's first tokens and first layers included. Documents of the
-"test" split are measured on, which no fit sees.
-"""
+A point is a JSON object: native_layers and fit_tokens of the calibration and whatever `fit_translator` takes, or "saved": the folder of
+a translator to measure as it is. Every row holds the wrong-document control beside the figure, the cost as a share of the arithmetic of
+the target's prefill, and the time to translate a context, median of several, the target's first tokens and first layers included.
+Documents of the "test" split are measured on, which no fit sees.
 
 import argparse
 import csv
@@ -20,12 +19,16 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_crosscache import Calibration, CacheTranslator, TranslatedCache, evaluate_translator, fit_translator
+from hf_crosscache import CacheTranslator, Calibration, TranslatedCache, evaluate_translator, fit_translator
 from hf_crosscache.arithmetic import hand_off_cost
 from hf_crosscache.artefact import size_mb
 from hf_crosscache.compat import prefill
 from hf_crosscache.texts import read_documents, token_windows
 
+SETTINGS = (
+    "support", "k", "native_layers", "native_features", "source_features", "nonlinear_features", "other_role", "experts",
+    "match_variance", "attention_weights",
+)  # fmt: skip
 TIMED = 4096  # tokens of the context whose translation is timed; fewer where no document is that long
 
 
@@ -102,9 +105,6 @@ def measure(translator: CacheTranslator, source, target, tokenizer, documents: l
         name: int(value) if isinstance(value, bool) else round(value, 4) if isinstance(value, float) else value
         for name, value in row.items()
     }
-
-
-SETTINGS = ("support", "k", "native_layers", "native_features", "match_variance", "attention_weights")
 
 
 def timed(translator: CacheTranslator, source, target, tokenizer, documents: list, repeats: int = 10) -> dict[str, Any]:
