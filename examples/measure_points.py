@@ -7,6 +7,7 @@ A point is a JSON object: native_layers and fit_tokens of the calibration and wh
 a translator to measure as it is. Every row holds the wrong-document control beside the figure, the cost as a share of the arithmetic of
 the target's prefill, and the time to translate a context, median of several, the target's first tokens and first layers included.
 Documents of the "test" split are measured on, which no fit sees.
+"""
 
 import argparse
 import csv
@@ -101,10 +102,8 @@ def measure(translator: CacheTranslator, source, target, tokenizer, documents: l
         "fit_seconds": summary["fit_seconds"],
         **timed(translator, source, target, tokenizer, documents),
     }
-    return {
-        name: int(value) if isinstance(value, bool) else round(value, 4) if isinstance(value, float) else value
-        for name, value in row.items()
-    }
+    row = {name: int(value) if isinstance(value, bool) else value for name, value in row.items()}
+    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}
 
 
 def timed(translator: CacheTranslator, source, target, tokenizer, documents: list, repeats: int = 10) -> dict[str, Any]:
