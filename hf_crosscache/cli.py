@@ -118,7 +118,9 @@ def _tune(args: argparse.Namespace) -> None:
 
 
 def _refinement(args: argparse.Namespace) -> Refinement:
-    settings = Refinement(steps=args.steps, batch_size=args.batch_size, minutes=args.minutes)
+    settings = Refinement(
+        steps=args.steps, batch_size=args.batch_size, minutes=args.minutes, attention_error=args.attention_error
+    )  # fmt: skip
     return settings if args.learning_rate is None else replace(settings, learning_rates=tuple(args.learning_rate))
 
 

@@ -159,7 +159,8 @@ def _add_panels(parser: argparse.ArgumentParser) -> None:
 
 def _add_refinement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=6_000_000, help="tokens to refine on")
-    parser.add_argument("--window", type=int, default=512, help="tokens of one window")
+    parser.add_argument("--window", type=int, default=512, help="tokens of one window; for contexts of thousands of tokens, 2048 say")
+    parser.add_argument("--attention-error", type=float, default=0.0, help="how much the error of attention outputs counts beside the KL")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=32, help="windows a step")
     parser.add_argument("--minutes", type=float, help="end after so long")

@@ -10,7 +10,7 @@ from builders import MODELS, TEXTS, pocket_model
 from transformers import AutoTokenizer
 
 from hf_crosscache import CacheTranslator, Calibration, Refinement, evaluate_translator, fit_translator, refine_translator
-from hf_crosscache.distillation import Distillation
+from hf_crosscache.distillation import Distillation, HeldOut
 from hf_crosscache.errors import CalibrationError
 from hf_crosscache.refinement import PROGRESS
 
@@ -74,6 +74,40 @@ def test_refined_is_better_than_the_closed_form(either, pair, tmp_path):
     assert after["translated"].kl < before["translated"].kl
     assert after["translated"].context_recovered > before["translated"].context_recovered
     assert abs(after["wrong_document"].context_recovered) < 0.25 < after["translated"].context_recovered
+
+
+def test_errors_of_attention_outputs_count_where_wanted(fitted):
+    calibration, translator = fitted
+    windows = calibration.windows["fit"][:2]
+    plain, listening = (Distillation(translator, calibration, weight) for weight in (0.0, 0.5))
+    kl, loss = (distillation.loss(windows[:, :160], 96) for distillation in (plain, listening))
+    assert loss > kl > 0
+    loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in listening.maps.parameters())
+    listening._translated = lambda source, native: calibration.read(windows[:, :96])[1]  # as good as native
+    assert listening.loss(windows[:, :160], 96).item() == pytest.approx(0, abs=1e-4)
+
+
+def test_short_contexts_are_drawn_as_often_as_long_ones(fitted, monkeypatch):
+    calibration, translator = fitted
+    drawn, looked_at = [], []
+
+    def loss(self, ids, context):
+        drawn.append(context)
+        assert ids.shape[1] == context + 16
+        return sum(parameter.sum() for parameter in self.maps.parameters()) * 0
+
+    def check(self, windows, context):
+        looked_at.append(context)
+        return HeldOut(1.0, 0.0)
+
+    monkeypatch.setattr(Distillation, "loss", loss)
+    monkeypatch.setattr(Distillation, "check", check)
+    settings = Refinement(steps=300, batch_size=2, learning_rates=(1e-3,), continuation=16, least_context=11)
+    refine_translator(translator, calibration, settings)
+    longest = calibration.window - 16
+    assert min(drawn) >= 11 and max(drawn) <= longest and set(looked_at) == {44, longest}
+    assert 0.4 < sum(context < 44 for context in drawn) / len(drawn) < 0.6
 
 
 def test_a_step_too_far_is_not_kept(fitted):
