@@ -1,6 +1,6 @@
-"""Fit translators in several ways and write what each keeps, costs and takes to serve: the rows of results/frontier.csv and supports.csv.
+"""Fit translators in several ways and write what each keeps, costs and takes to serve: rows of frontier.csv, supports.csv.
 
-    python examples/measure_points.py SOURCE TARGET --texts texts.jsonl.xz --csv frontier.csv \\
+    python examples/results/measure_points.py SOURCE TARGET --texts texts.jsonl.xz --csv frontier.csv \\
         --point '{}' --point '{"native_layers": 2, "native_features": 512}' --recompute-last 0 16
 
 A point is a JSON object: native_layers and fit_tokens of the calibration and whatever `fit_translator` takes, or "saved": the folder of
