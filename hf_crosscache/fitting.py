@@ -12,7 +12,8 @@ from .calibration import Calibration
 from .features import NativeFeatures
 from .fitter import Support, TranslatorFitter
 from .key_norm import inverse_key_norms
-from .maps import LayerMap
+from .maps import FittedMaps, LayerMap
+from .mixture_fitting import ExpertFitters, as_mixture, fit_router, mixture_r2
 from .moments import WeightedMoments
 from .placement import device_of
 from .translator import CacheTranslator
@@ -31,6 +32,7 @@ def fit_translator(
     native_features: int | None = None,
     match_variance: bool = False,
     attention_weights: bool = False,
+    experts: int = 1,
     layers_per_pass: int | None = None,
 ) -> CacheTranslator:
     """Fit a translator from calibration texts.
@@ -49,6 +51,9 @@ def fit_translator(
             shrinks by the square root of its R2. For a translator that is not going to be refined.
         attention_weights: whether rows count by the attention that they receive from the target's later queries (`received` in
             attention_weights.py), head by head, keys and values apart; held-out R2 is weighted likewise.
+        experts: how many sets of maps, up to 4, of which a router chooses one for each token, by the cluster it lies in: a mixture, whose
+            serving takes no more products than one set. Its experts read the same heads; one of too few rows shares the maps of all rows.
+            That takes another reading of the texts.
         layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
 
     Returns:
@@ -58,12 +63,13 @@ def fit_translator(
     source, target, native = calibration.source.geometry, calibration.target.geometry, calibration.native_layers
     read = choose_features(calibration, native_features) if native else None
     width = 0 if read is None else read.width
+    router = fit_router(calibration, experts, read) if experts != 1 else None
     mapped = range(native, len(target))
     plan = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=mapped, features=width)
     if layers_per_pass is None:
-        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model))
+        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model), experts)
     passes = [mapped[start : start + layers_per_pass] for start in range(0, len(mapped), layers_per_pass)]
-    fitted = []
+    fitted, of_experts = [], []
     for number, layers in enumerate(passes, 1):
         of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
         fitter = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=layers, features=width)
@@ -74,13 +80,18 @@ def fit_translator(
         for states, split in calibration.states(f"fit{of}", features=read, attention_weights=attention_weights):
             fitter.update(states, split)
         fitted.append(fitter.fit())
+        if router is not None:
+            fitters = ExpertFitters(router, fitter, fitted[-1])
+            for states, split in calibration.states(f"experts{of}", features=read, attention_weights=attention_weights):
+                fitters.update(states, split)
+            of_experts.append(fitters.fit())
     values = [layer_map for maps in fitted for layer_map in maps.values]
     if match_variance:
         values = [
             _at_full_variance(layer_map, r2) for layer_map, r2 in zip(values, torch.cat([m.r2["values"] for m in fitted]), strict=True)
         ]
     own = torch.ones(native, target.layers[0].num_key_value_heads)
-    return CacheTranslator(
+    translator = CacheTranslator(
         source=calibration.source,
         target=calibration.target,
         keys=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.keys]),
@@ -109,6 +120,12 @@ def fit_translator(
             "device": torch.cuda.get_device_name() if calibration.target_model.device.type == "cuda" else "cpu",
         },
     )
+    if router is None:
+        return translator
+    r2 = {role: torch.cat([mixture_r2(maps, shared, role) for maps, shared in zip(of_experts, fitted, strict=True)]) for role in _ROLES}
+    if match_variance:
+        of_experts = [[_matched(maps) for maps in each] for each in of_experts]
+    return as_mixture(translator, router, of_experts, r2)
 
 
 def choose_features(calibration: Calibration, width: int | None) -> NativeFeatures:
@@ -139,14 +156,18 @@ def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
     return replace(layer_map, weight=layer_map.weight * r2.clamp(_LEAST_R2, 1).rsqrt()[:, None, None])
 
 
+def _matched(maps: FittedMaps) -> FittedMaps:
+    return replace(maps, values=tuple(map(_at_full_variance, maps.values, maps.r2["values"])))
+
+
 def _enough(calibration: Calibration) -> int:
     return min(_MOST_SCREENING, max(_LEAST_SCREENING, calibration.tokens // 4))
 
 
-def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
+def _layers_that_fit(plan: TranslatorFitter, device: torch.device, experts: int) -> int:
     """Target layers whose statistics fill at most half of the free memory; the solver works beside them."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
-    needed, layers = max(plan.moments_bytes().values()), len(plan.target_layers)
+    needed, layers = experts * max(plan.moments_bytes().values()), len(plan.target_layers)
     if needed <= free // 2:
         return layers
     return max(1, layers * (free // 2) // needed)

@@ -12,12 +12,15 @@ from .context import Context
 from .errors import GeometryError, HandOffError
 from .features import as_layers, layers_of
 from .first_layers import FirstLayers
+from .mixture import Mixture
 from .native_states import NativeStates
+from .routing import Experts, translate_routed
 from .source import SourceStates
 from .stopwatch import Stopwatch
 from .translator import CacheTranslator
 
 _GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
+StatesOfLayers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # keys and values by layer
 _WILD = 100.0  # times the largest root mean square that a dimension of the layer had in the fit
 _SAMPLED = 64  # positions at which the size of translated states is looked at
 
@@ -61,6 +64,7 @@ class PendingTranslation:
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
         self._features: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # as layers of the source, `[B, H, T, D]` from slot 0 on
+        self._experts: Experts | None = None  # of a mixture, those of the slots from `start` on
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
@@ -215,8 +219,20 @@ class PendingTranslation:
         read: set[int] = set()
         for layer_idx in layers:
             read |= self.translator.source_layers(layer_idx)
+        source, row = self._read(read, context, begin, device)
+        position_ids, among = self._position_ids(context, begin, device), self._run_of(layers.start)
+        mixture = self.translator.mixture
+        if mixture is None:
+            flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
+        else:
+            tokens = self._routed(mixture).tokens(begin, self.length, device)
+            flags = translate_routed(self.translator, tokens, layers, source, position_ids, self.length, out[0], out[1], row, among)
+        return self._flag_wild(layers, out, flags)
+
+    def _read(self, layers: set[int], context: Context, begin: int, device: torch.device) -> tuple[StatesOfLayers, int]:
+        """Keys and values of some layers of the source, or of features, and the row in them of slot `begin`."""
         own = len(self.translator.source.geometry)
-        source = {layer: self.source.on(layer, device) for layer in read if layer < own}
+        source = {layer: self.source.on(layer, device) for layer in layers if layer < own}
         row = begin
         if context.source_rows is not None:
             slots = context.source_rows[:, None, begin:, None]
@@ -224,14 +240,23 @@ class PendingTranslation:
             row = 0
         if self.translator.features is not None:
             rows = slice(None) if context.source_rows is None else slice(begin, self.length)
-            source |= {own + i: (panel[:, :, rows], panel[:, :, rows]) for i, panel in enumerate(self._feature_layers(device))}
-        if context.position_ids is None:
-            position_ids = self.translator.position_ids(self.length, device)[:, begin:]
-        else:
-            position_ids = context.position_ids[:, begin:]
-        among = self._run_of(layers.start)
-        flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
-        return self._flag_wild(layers, out, flags)
+            panels = enumerate(self._feature_layers(device), own)
+            source |= {layer: (panel[:, :, rows], panel[:, :, rows]) for layer, panel in panels if layer in layers}
+        return source, row
+
+    def _position_ids(self, context: Context, begin: int, device: torch.device) -> torch.Tensor:
+        """Positions of the slots from `begin` on, int32 `[B or 1, T]`."""
+        ids = self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
+        return ids[:, begin:]
+
+    def _routed(self, mixture: Mixture) -> Experts:
+        """Which expert serves each slot from `start` on, found out once."""
+        if self._experts is None:
+            device = self.source.device
+            context = self.context.on(device)
+            source, row = self._read(set(mixture.router.layers), context, self.start, device)
+            self._experts = Experts.of(self.translator, mixture, source, self._position_ids(context, self.start, device), row, self.start)
+        return self._experts
 
     def _feature_layers(self, device: torch.device) -> tuple[torch.Tensor, ...]:
         """The native features as layers of the source, with its shape and dtype; of the slots before `start` they say nothing."""

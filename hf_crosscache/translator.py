@@ -17,6 +17,7 @@ from .errors import HandOffWarning
 from .features import NativeFeatures
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
+from .mixture import Mixture
 from .native_states import Opening
 from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope, to_half_split, to_interleaved
 
@@ -33,6 +34,7 @@ class CacheTranslator:
 
     keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
     key_norm: `[layers, D]` inverse weights of the target's norm of keys, to which mapped keys are brought back; None where it has none.
+    mixture: further sets of maps and the router that chooses among them for each token, keys and values being the first; None for one set.
     features: what every map reads beside source heads, as layers behind those of the source; None without native layers.
     sink_tokens: leading positions that the maps were not fitted on and must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
@@ -53,7 +55,16 @@ class CacheTranslator:
     summary: dict[str, Any] = field(default_factory=dict)
     features: NativeFeatures | None = None
     key_norm: torch.Tensor | None = None
+    mixture: Mixture | None = None
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
+
+    @cached_property
+    def experts(self) -> tuple[CacheTranslator, ...]:
+        """A translator for each set of maps of a mixture; itself where there is one set."""
+        if self.mixture is None:
+            return (self,)
+        sides = [(self.keys, self.values), *zip(self.mixture.keys, self.mixture.values, strict=True)]
+        return tuple(replace(self, keys=keys, values=values, mixture=None) for keys, values in sides)
 
     @property
     def native_layers(self) -> int:
@@ -78,8 +89,9 @@ class CacheTranslator:
     def readers(self) -> dict[int, int]:
         """Source layer -> the target layers that read it, as bits: bit i is target layer i."""
         read: dict[int, int] = {}
+        routed_by = () if self.mixture is None else self.mixture.router.layers
         for layer_idx in range(len(self.target.geometry)):
-            for source in self.source_layers(layer_idx):
+            for source in self.source_layers(layer_idx).union(routed_by if layer_idx >= self.native_layers else ()):
                 if source >= len(self.source.geometry):
                     continue
                 read[source] = read.get(source, 0) | 1 << layer_idx
@@ -242,6 +254,7 @@ class CacheTranslator:
             keys=tuple(layer_map and layer_map.to(device) for layer_map in self.keys),
             values=tuple(layer_map and layer_map.to(device) for layer_map in self.values),
             features=self.features and self.features.to(device),
+            mixture=self.mixture and self.mixture.to(device),
             key_norm=None if self.key_norm is None else self.key_norm.to(device),
         )
 
