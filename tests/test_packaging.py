@@ -19,11 +19,12 @@ MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attent
                            "survey", "task_evaluation", "task_report", "tasks", "texts", "token_bytes", "token_spans",
                            "translator", "tuning"}  # fmt: skip
 ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identity", "token_bytes", "token_spans",
-         "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "key_norm", "maps", "native_states",
-         "translator", "arithmetic", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens",
-         "first_layers", "stopwatch", "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache",
-         "continuations", "handoff", "attention_weights", "calibration", "attention_cosine", "intervals", "fitting",
-         "trainable", "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks",
+         "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "key_norm", "maps", "mixture",
+         "native_states", "translator", "routing", "arithmetic", "artefact", "fitter", "texts", "context", "source",
+         "prompt", "first_tokens", "first_layers", "stopwatch", "translation", "hand_off_report", "layers", "guard",
+         "export", "fallback", "cache", "continuations", "handoff", "attention_weights", "calibration",
+         "attention_cosine", "intervals", "clusters", "mixture_fitting", "fitting", "trainable_mixture", "trainable",
+         "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks",
          "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli_arguments", "tuning", "cli",
          "__init__"]  # fmt: skip
 
