@@ -4,20 +4,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from builders import a_model, apply_map, identity_translator, native_translator, random_ids
+from builders import MODELS, TEXTS, a_model, apply_map, identity_translator, native_translator, pocket_model, random_ids
+from transformers import AutoTokenizer
 
-from hf_crosscache import CacheTranslator, TranslatedCache, TranslatorFitter
+from hf_crosscache import (
+    CacheTranslator,
+    Calibration,
+    Refinement,
+    TranslatedCache,
+    TranslatorFitter,
+    fit_translator,
+    refine_translator,
+)
 from hf_crosscache.arithmetic import hand_off_cost
 from hf_crosscache.clusters import k_means, nearest_as_affine
 from hf_crosscache.compat import prefill
 from hf_crosscache.context import Context
+from hf_crosscache.distillation import Distillation
 from hf_crosscache.errors import CalibrationError
+from hf_crosscache.features import FeatureLayers
 from hf_crosscache.geometry import CacheGeometry
 from hf_crosscache.mixture import Mixture, Router
 from hf_crosscache.mixture_fitting import ExpertFitters, fit_router, mixture_r2
 from hf_crosscache.rope import apply_rope, strip_rope
 from hf_crosscache.source import SourceStates
 from hf_crosscache.states import LayerStates, PairedStates
+from hf_crosscache.trainable_mixture import by_expert
 from hf_crosscache.translation import PendingTranslation
 
 MODEL = a_model("llama")[0]
@@ -265,3 +277,58 @@ def test_clusters_are_found_from_a_fixed_seed_and_the_nearest_is_an_affine_choic
 def test_another_number_of_experts_is_refused(experts):
     with pytest.raises(CalibrationError, match=f"experts = {experts}: 1 to 4 expected"):
         fit_router(None, experts, None)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return pocket_model("qwen3-small"), pocket_model("qwen3-large"), AutoTokenizer.from_pretrained(MODELS / "qwen3-large")
+
+
+@pytest.mark.parametrize("native_layers", [0, 1])
+def test_a_mixture_is_fitted_from_texts_served_and_trained_alike(pair, native_layers, tmp_path):
+    calibration = Calibration(*pair, TEXTS, tokens=20_000, window=192, native_layers=native_layers)
+    settings = {"k": 2, "native_features": 32 if native_layers else None, "match_variance": True, "attention_weights": native_layers == 1}
+    one, two = (fit_translator(calibration, experts=experts, **settings) for experts in (1, 2))
+    assert "experts" not in one.summary and one.mixture is None and two.summary["experts"] == 2
+    assert all((two.r2[role][native_layers:].mean() > one.r2[role][native_layers:].mean()) for role in ("keys", "values"))
+    maps = Distillation(two, calibration).maps
+    ids = calibration.windows["validation"][:2, :64]
+    served = TranslatedCache(
+        prefill(pair[0], ids)[0], two, target_model=pair[1], input_ids=ids, recompute_last=0, min_context_recovered=0.0
+    ).translate()
+    paired = calibration.paired(ids)
+    source = (
+        paired.source if two.features is None else FeatureLayers(two.features, two.source.geometry).behind(paired.source, paired.hidden)
+    )
+    trained = maps(source, paired.source.position_ids, torch.float32)
+    assert set(trained) == set(range(native_layers, len(two.target.geometry)))
+    for layer_idx, (keys, values) in trained.items():
+        torch.testing.assert_close(keys, served.layers[layer_idx].keys[:, :, 4:], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(values, served.layers[layer_idx].values[:, :, 4:], rtol=1e-3, atol=1e-3)
+    sum(states.square().sum() for layer in trained.values() for states in layer).backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in maps.parameters())
+    again = maps.to_translator()
+    assert torch.allclose(again.mixture.keys[0][-1].weight, two.mixture.keys[0][-1].weight) and len(again.experts) == 2
+
+
+def test_experts_of_no_tokens_learn_nothing_and_break_nothing():
+    maps = {expert: torch.nn.Parameter(torch.ones(1)) for expert in range(3)}
+    states = LayerStates([torch.randn(2, 1, 5, 4)], [torch.randn(2, 1, 5, 4)], None, None)
+    experts = torch.tensor([[0, 2, 2, 0, 0], [2, 2, 2, 2, 0]])
+
+    def translate(expert):
+        return lambda source, _: {0: (source.keys[0] * maps[expert] * (expert + 1), source.values[0])}
+
+    keys, values = by_expert([translate(e) for e in range(3)], experts, states, torch.arange(5)[None])[0]
+    assert torch.equal(values, states.values[0])
+    torch.testing.assert_close(keys, states.keys[0] * (experts + 1)[:, None, :, None])
+    keys.sum().backward()
+    assert maps[1].grad == 0 and maps[0].grad != 0
+
+
+def test_a_mixture_is_refined(pair):
+    calibration = Calibration(*pair, TEXTS, tokens=20_000, window=192)
+    quick = Refinement(steps=3, batch_size=2, learning_rates=(1e-3,), continuation=64, least_context=32)
+    refined = refine_translator(fit_translator(calibration, k=2, experts=2), calibration, quick)
+    held_out = refined.summary["refined"]["held_out"]
+    assert held_out["after"]["kl"] <= held_out["before"]["kl"] and len(refined.experts) == 2
