@@ -19,11 +19,18 @@ from .identity import ModelIdentity
 from .maps import LayerMap, SourceHead
 from .mixture import Mixture, Router
 from .native_states import Opening
+from .nonlinear_features import NonlinearFeatures
+from .source_features import SourceFeatures
 from .translator import CacheTranslator
 
 CONFIG, TENSORS = "translator_config.json", "translator.safetensors"
 _FORMAT, _MIXTURE_FORMAT = 1, 2  # releases that know no mixtures would serve the first expert alone
 _ROLES = ("keys", "values")
+_FEATURES = {
+    "features": (NativeFeatures, ("mean", "projection")),
+    "source_features": (SourceFeatures, ("mean", "projection")),
+    "nonlinear_features": (NonlinearFeatures, ("weight", "bias", "mean", "scale")),
+}
 
 
 def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
@@ -43,9 +50,10 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
                 tensors[f"opening.{layer_idx}.{role}"] = states
     if translator.key_norm is not None:
         tensors["key_norm"] = translator.key_norm
-    features, mixture = translator.features, translator.mixture
-    if features is not None:
-        tensors["features.mean"], tensors["features.projection"] = features.mean, features.projection
+    for name, (_, parts) in _FEATURES.items():
+        if (kind := getattr(translator, name)) is not None:
+            tensors |= {f"{name}.{part}": getattr(kind, part) for part in parts}
+    mixture = translator.mixture
     config = {
         "format": _FORMAT if mixture is None else _MIXTURE_FORMAT,
         "source": translator.source.to_dict(),
@@ -53,6 +61,7 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
         "sink_tokens": translator.sink_tokens,
         "opening_ids": None if translator.opening is None else list(translator.opening.token_ids),
         "native_layers": translator.native_layers,
+        "other_role": translator.other_role,
         "blocks": {role: [None if maps is None else maps.blocks for maps in getattr(translator, role)] for role in _ROLES},
         "summary": translator.summary,
     }
@@ -100,14 +109,17 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
             for i, blocks in enumerate(config["blocks"][role])
         )
 
-    features, opening, mixture = None, None, None
+    mixture, opening = None, None
     if "mixture" in config:
         mixed = config["mixture"]
         router = Router(tuple(mixed["layers"]), tuple(mixed["roles"]), tensor("router.weight"), tensor("router.bias"))
         further = [f"experts.{expert}." for expert in range(1, mixed["experts"])]
         mixture = Mixture(router, *(tuple(maps(role, of) for of in further) for role in _ROLES))
-    if config.get("native_layers"):  # which earlier releases did not write
-        features = NativeFeatures(config["native_layers"], tensor("features.mean"), tensor("features.projection"))
+    given: dict[str, Any] = {}
+    for name, (kind, parts) in _FEATURES.items():
+        if f"{name}.{parts[0]}" in tensors:
+            count = [config["native_layers"]] if kind is NativeFeatures else []
+            given[name] = kind(*count, *[tensor(f"{name}.{part}") for part in parts])
     if config["opening_ids"] is not None:
         states = {role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES}
         opening = Opening(tuple(config["opening_ids"]), states["keys"], states["values"])
@@ -121,8 +133,9 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         r2={role: tensor(f"r2.{role}") for role in _ROLES if f"r2.{role}" in tensors},
         reach={role: tensor(f"reach.{role}") for role in _ROLES if f"reach.{role}" in tensors},
         summary=config["summary"],
-        features=features,
+        other_role=config.get("other_role", False),  # which earlier releases did not write
         mixture=mixture,
+        **given,
         key_norm=tensor("key_norm") if "key_norm" in tensors else None,
     )
 

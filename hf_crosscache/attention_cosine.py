@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +10,9 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
+from .attention_outputs import Heard, attentions_of, listening
 from .cache import TranslatedCache
 from .compat import cache_argument, decoder_of, prefill, states_of
-from .errors import UnsupportedModelError
 from .placement import device_of
 from .translator import CacheTranslator
 
@@ -56,7 +54,7 @@ def attention_cosine(
     Raises:
         UnsupportedModelError: the target's layers have no `self_attn.o_proj` to listen at.
     """
-    attentions = _attentions(target_model)
+    attentions = attentions_of(target_model)
     heads = target_model.config.get_text_config(decoder=True).num_attention_heads
     translator = translator.to(device_of(source_model))
     sums = {name: torch.zeros(len(attentions), heads, dtype=torch.float64) for name in ("same_queries", "as_served", "wrong_document")}
@@ -84,66 +82,17 @@ def attention_cosine(
     return AttentionCosine(**means, n=len(input_ids))
 
 
-@dataclass
-class _Heard:
-    """What went through the attention of each layer: its input hidden states, and its output before the output projection."""
-
-    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
-
-
 @torch.no_grad()
 def _continue(
     model: PreTrainedModel, attentions: list[Any], cache: Cache, ids: torch.Tensor, given: dict[int, torch.Tensor] | None = None
-) -> _Heard:
+) -> Heard:
     """Feed what the cache does not hold; where inputs are given, each layer's attention is fed them in the place of its own."""
-    with _listening(attentions, given) as heard:
+    with listening(attentions, given) as heard:
         decoder_of(model)(input_ids=ids[:, cache.get_seq_length() :], use_cache=True, **cache_argument(cache))
     return heard
-
-
-@contextmanager
-def _listening(attentions: list[Any], given: dict[int, torch.Tensor] | None) -> Iterator[_Heard]:
-    heard, handles = _Heard(), []
-
-    def at_input(layer_idx: int):
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            heard.inputs[layer_idx] = args[0] if args else kwargs["hidden_states"]
-            if given is None:
-                return None
-            return ((given[layer_idx], *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": given[layer_idx]})
-
-        return hook
-
-    def at_output(layer_idx: int):
-        def hook(module: Any, args: tuple[Any, ...]) -> None:
-            heard.outputs[layer_idx] = args[0]
-
-        return hook
-
-    try:
-        for layer_idx, attention in enumerate(attentions):
-            handles.append(attention.register_forward_pre_hook(at_input(layer_idx), with_kwargs=True))
-            handles.append(attention.o_proj.register_forward_pre_hook(at_output(layer_idx)))
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _cosines(native: torch.Tensor, translated: torch.Tensor, heads: int) -> torch.Tensor:
     """Mean over positions, summed over windows, of each head's cosine: `[B, T, heads * D]` twice -> `[heads]` float64 on the CPU."""
     native, translated = (outputs.unflatten(-1, (heads, -1)).float() for outputs in (native, translated))
     return F.cosine_similarity(native, translated, dim=-1).mean(1).sum(0).double().cpu()
-
-
-def _attentions(model: PreTrainedModel) -> list[Any]:
-    blocks: Any = getattr(decoder_of(model), "layers", None) or []
-    attentions = [getattr(block, "self_attn", None) for block in blocks]
-    without = next((layer_idx for layer_idx, attention in enumerate(attentions) if not hasattr(attention, "o_proj")), None)
-    if not attentions or without is not None:
-        raise UnsupportedModelError(
-            f"Target, layer {without or 0}: `self_attn.o_proj` expected, where attention outputs can be compared; {type(model).__name__} "
-            "has none there."
-        )
-    return attentions

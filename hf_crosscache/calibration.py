@@ -15,12 +15,12 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from .attention_weights import received_attention
 from .compat import prefill, states_of
 from .errors import CalibrationError, IdentityError
-from .features import FeatureLayers, NativeFeatures
 from .first_layers import attention_input
 from .fitter import Split
 from .geometry import CacheGeometry, check_positions
 from .identity import ModelIdentity, same_tokenizer
 from .native_states import Opening
+from .panels import Panels
 from .placement import device_of
 from .rope import to_half_split
 from .states import LayerStates, PairedStates
@@ -96,26 +96,25 @@ class Calibration:
         return sum(windows.numel() for windows in self.windows.values())
 
     def states(
-        self, description: str, tokens: int | None = None, features: NativeFeatures | None = None, attention_weights: bool = False
+        self, description: str, tokens: int | None = None, panels: Panels | None = None, attention_weights: bool = False
     ) -> Iterator[tuple[PairedStates, Split]]:
         """Yield the paired states of every batch of windows, with the split it belongs to.
 
         Args:
             description: what the progress bar says.
             tokens: stop after about so many tokens, the splits in proportion; None for all.
-            features: to lay out as further layers of the source.
+            panels: to lay out as further layers of the source.
             attention_weights: whether to weigh the rows by the attention that they receive from the target's later queries.
         """
         share = 1.0 if tokens is None else min(1.0, tokens / self.tokens)
         counts = {split: max(1, round(share * len(windows))) for split, windows in self.windows.items()}
         total = sum(counts.values()) * self.window
-        joined = None if features is None else FeatureLayers(features, self.source.geometry)
         with tqdm(total=total, desc=description, unit="tok", unit_scale=True) as bar:
             for split in ("fit", "validation"):
                 for batch in self.windows[split][: counts[split]].split(self.batch_size):
                     paired = self.paired(batch, attention_weights)
-                    if joined is not None:
-                        paired = replace(paired, source=joined.behind(paired.source, paired.hidden))
+                    if panels is not None:
+                        paired = replace(paired, source=panels.behind(paired.source, paired.hidden))
                     yield paired, split
                     bar.update(batch.numel())
 

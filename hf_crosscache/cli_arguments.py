@@ -38,6 +38,7 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     fit.add_argument("--sink-tokens", type=int, default=4, help="first positions that stay native")
     _add_native(fit)
     fit.add_argument("--experts", type=int, default=1, help="sets of maps, up to 4; a router chooses one of them for each token")
+    _add_panels(fit)
     fit.add_argument("--match-variance", action="store_true", help="let mapped values vary as the target's own do; without refining")
     fit.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16")
     _add_placement(fit)
@@ -149,6 +150,12 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 def _add_native(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--native-layers", type=int, default=0, help="first layers that the target runs itself, read by all other maps")
     parser.add_argument("--native-features", type=int, help="directions of their hidden state that maps read; default all")
+
+
+def _add_panels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--source-features", type=int, help="directions of all source states together that maps read; default none")
+    parser.add_argument("--nonlinear-features", type=int, help="hidden units over native and source features that maps read; default none")
+    parser.add_argument("--other-role", action="store_true", help="let keys be mapped from source values too, and values from keys")
 
 
 def _add_refinement(parser: argparse.ArgumentParser) -> None:

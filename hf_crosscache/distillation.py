@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
+from .attention_outputs import Heard, attentions_of, listening
 from .calibration import Calibration, layer_states
 from .compat import cache_argument, states_of
-from .features import FeatureLayers
 from .placement import device_of
 from .states import LayerStates
 from .trainable import TrainableMaps
@@ -35,35 +35,49 @@ class Distillation:
     Args:
         translator: where to begin.
         calibration: of its models, with its native layers.
+        attention_error: how much the relative square error of attention outputs, mean over translated layers, counts beside the KL.
+
+    Raises:
+        UnsupportedModelError: attention outputs are wanted of a target that has none where they are listened for.
     """
 
-    def __init__(self, translator: CacheTranslator, calibration: Calibration) -> None:
+    def __init__(self, translator: CacheTranslator, calibration: Calibration, attention_error: float = 0.0) -> None:
         self.calibration, self.sinks, self.target = calibration, calibration.sink_tokens, calibration.target_model
         self.device = device_of(self.target)
-        geometry = calibration.source.geometry
-        self.features = None if translator.features is None else FeatureLayers(translator.features.to(self.device), geometry)
+        self.panels = translator.to(self.device).panels
         paired = calibration.paired(calibration.windows["fit"][:_UNITS])
-        source = paired.source if self.features is None else self.features.behind(paired.source, paired.hidden)
+        source = self.panels.behind(paired.source, paired.hidden)
         self.maps = TrainableMaps(translator.to(self.device), source, paired.target)
+        self.attention_error = attention_error
+        self._attentions = attentions_of(self.target)[translator.native_layers :] if attention_error else []
         self._without_context: dict[tuple[int, int], tuple[float, float]] = {}
 
     def loss(self, ids: torch.Tensor, context: int) -> torch.Tensor:
         """KL(native || translated) of the target's predictions behind a context, mean over windows and positions, in nats.
 
+        The relative error of attention outputs comes on top where it counts.
+
         Args:
             ids: `[B, T]` windows.
             context: how many of their tokens are translated; what the target predicts behind them counts.
         """
-        source, native, logits = self._read(ids, context)
-        translated = self._predict(ids[:, context:], self._translated(source, native))
-        return _divergence(logits, translated).mean()
+        source, native, own = self._read(ids, context)
+        with listening(self._attentions) as targets, torch.no_grad():
+            logits = self._predict(ids[:, context:], own)
+        with listening(self._attentions) as heard:
+            translated = self._predict(ids[:, context:], self._translated(source, native))
+        loss = _divergence(logits, translated).mean()
+        if self._attentions:
+            loss = loss + self.attention_error * _relative_error(targets, heard)
+        return loss
 
     @torch.no_grad()
     def check(self, windows: torch.Tensor, context: int) -> HeldOut:
         """Measure the maps as they are on some windows `[n, T]`, whose first `context` tokens are translated."""
         kl, nll = [], []
         for ids in windows.split(_ROWS):
-            source, native, logits = self._read(ids, context)
+            source, native, own = self._read(ids, context)
+            logits = self._predict(ids[:, context:], own)
             translated = self._predict(ids[:, context:], self._translated(source, native))
             kl.append(_divergence(logits, translated).mean(1))
             nll.append(_nll(translated, ids[:, context:]))
@@ -75,19 +89,17 @@ class Distillation:
         key = (windows.data_ptr(), context)
         if key not in self._without_context:
             worst = [_nll(self._predict(ids[:, context:], DynamicCache()), ids[:, context:]) for ids in windows.split(_ROWS)]
-            best = [_nll(self._read(ids, context)[2], ids[:, context:]) for ids in windows.split(_ROWS)]
+            best = [_nll(self._predict(ids[:, context:], self._read(ids, context)[2]), ids[:, context:]) for ids in windows.split(_ROWS)]
             self._without_context[key] = torch.cat(worst).mean().item(), torch.cat(best).mean().item()
         return self._without_context[key]
 
     @torch.no_grad()
-    def _read(self, ids: torch.Tensor, context: int) -> tuple[LayerStates, Sequence[Sequence[torch.Tensor]], torch.Tensor]:
-        """What the source makes of a context, features behind; the target's own states of it; its logits behind it, `[B, q, vocab]`."""
+    def _read(self, ids: torch.Tensor, context: int) -> tuple[LayerStates, Sequence[Sequence[torch.Tensor]], DynamicCache]:
+        """What the source makes of a context, features behind; the target's own states of it, and the cache to go on from."""
         cache, own, hidden = self.calibration.read(ids[:, :context])
         source = layer_states(cache, self.calibration.source.geometry, self.sinks, self.device)
-        if self.features is not None and hidden is not None:
-            source = self.features.behind(source, hidden[:, self.sinks :].to(self.device))
-        native = states_of(own)
-        return source, native, self._predict(ids[:, context:], own)
+        source = self.panels.behind(source, None if hidden is None else hidden[:, self.sinks :].to(self.device))
+        return source, states_of(own), own
 
     def _translated(self, source: LayerStates, native: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:
         """The target's cache as it is served: first tokens and native layers its own, the rest translated; gradients flow to the maps."""
@@ -110,6 +122,15 @@ def _divergence(native: torch.Tensor, translated: torch.Tensor) -> torch.Tensor:
     """KL(native || translated) of each position, `[B, q]`."""
     reference, arm = F.log_softmax(native.float(), dim=-1), F.log_softmax(translated.float(), dim=-1)
     return F.kl_div(arm, reference, reduction="none", log_target=True).sum(-1)
+
+
+def _relative_error(native: Heard, translated: Heard) -> torch.Tensor:
+    """Square error of attention outputs over their square, mean over layers."""
+    shares = []
+    for layer_idx, outputs in native.outputs.items():
+        wanted, found = outputs.float(), translated.outputs[layer_idx].to(outputs.device).float()
+        shares.append((found - wanted).square().sum() / wanted.square().sum().clamp_min(1e-12))
+    return torch.stack([share.to(shares[0].device) for share in shares]).mean()
 
 
 def _nll(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from .errors import CalibrationError
 from .geometry import CacheGeometry, LayerGeometry
 from .moments import WeightedMoments
 from .rope import RotaryTable
-from .states import LayerStates
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,28 +73,9 @@ def rotary_of(source: CacheGeometry) -> RotaryTable:
     return RotaryTable(torch.zeros_like(source.rotary[0].inv_freq), 1.0)
 
 
-class FeatureLayers:
-    """Lays native features out as further layers of a source's states."""
-
-    def __init__(self, features: NativeFeatures, source: CacheGeometry) -> None:
-        self.features, self.shape = features, source.layers[0]
-        self.layers = layers_of(features.width, self.shape)
-        self.rotary = (*source.rotary, *[rotary_of(source)] * self.layers)
-
-    def behind(self, source: LayerStates, hidden: torch.Tensor | None) -> LayerStates:
-        """Return source states `[B, H, T, D]` with the features of the target's hidden states `[B, T, F]` behind them.
-
-        Raises:
-            CalibrationError: there are no hidden states.
-        """
-        if hidden is None:
-            raise CalibrationError("Native features need the target's hidden states: give Calibration native_layers=.")
-        like = source.values[0]
-        panels = as_layers(self.features.of(hidden), self.shape, like.new_empty((self.layers, *like.shape)))
-        return LayerStates([*source.keys, *panels], [*source.values, *panels], self.rotary, source.position_ids)
-
-
-def project(moments: WeightedMoments, width: int, alpha: float = 1e-5) -> tuple[torch.Tensor, torch.Tensor]:
+def project(
+    moments: WeightedMoments, width: int, alpha: float = 1e-5, *, what: str = "native_features", of: str = "the hidden size of the target"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Find the directions of some inputs that say most of some outputs: reduced-rank regression with outputs of unit variance.
 
         projection = L^-T U,   L L' = sigma_xx,   U = the leading left singular vectors of L^-1 sigma_xy diag(variance_y)^-1/2
@@ -106,6 +86,7 @@ def project(moments: WeightedMoments, width: int, alpha: float = 1e-5) -> tuple[
         moments: of one regression, n inputs and m outputs.
         width: r; at most n.
         alpha: relative ridge, as `ridge.solve` takes it.
+        what, of: what the width is of, and the inputs, where it is refused.
 
     Returns:
         mean `[n]` and projection `[n, r]`, float32.
@@ -114,7 +95,7 @@ def project(moments: WeightedMoments, width: int, alpha: float = 1e-5) -> tuple[
     """
     inputs = moments.sum_x.shape[1]
     if not 1 <= width <= inputs:
-        raise CalibrationError(f"native_features = {width}: 1 to {inputs}, the hidden size of the target, expected.")
+        raise CalibrationError(f"{what} = {width}: 1 to {inputs}, {of}, expected.")
     factor = ridge.cholesky(moments, alpha)[0]
     scaled = moments.sigma_xy[0] / moments.variance_y[0].clamp_min(1e-30).sqrt()
     whitened = torch.linalg.solve_triangular(factor, scaled, upper=False)

@@ -9,12 +9,12 @@ from typing import Literal
 
 import torch
 
-from . import features as native_features
 from . import ops, ridge
 from .errors import CalibrationError, GeometryError
 from .geometry import CacheGeometry
-from .maps import FittedMaps, LayerMap, SourceHead
+from .maps import FittedMaps, LayerMap
 from .moments import WeightedMoments
+from .panels import blocks_of
 from .states import PairedStates, RoleStates
 
 Support = Literal["head", "full"]
@@ -43,7 +43,8 @@ class TranslatorFitter:
         k: source heads ("head") or source layers ("full") that a target reads.
         candidates: how many blocks `screen` keeps for the forward selection; k keeps the k best single blocks and selects nothing.
         target_layers: the target layers to fit, None for all; a large pair is fitted in passes over them.
-        features: how many native features every target head reads beside its k; they lie in further layers of the source states.
+        features: how many features every target head reads beside its k; they lie in further layers of the source states.
+        other_role: whether keys may also be mapped from values, and values from keys, which lie in further layers behind those.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class TranslatorFitter:
         candidates: int | None = None,
         target_layers: Iterable[int] | None = None,
         features: int = 0,
+        other_role: bool = False,
     ) -> None:
         if support not in ("head", "full"):
             raise GeometryError(f"support is 'head' or 'full', not {support!r}.")
@@ -63,11 +65,12 @@ class TranslatorFitter:
         _one_head_size(target, "target")
         self.source, self.target, self.support = source, target, support
         self.target_layers = tuple(range(len(target)) if target_layers is None else target_layers)
-        available = source.num_heads if support == "head" else len(source)
+        self.features, self.other_role = features, other_role
+        available = len(blocks_of(source, support, features, other_role)[0])
         if not 1 <= k <= available:
             unit = "heads" if support == "head" else "layers"
             raise GeometryError(f"k = {k} source {unit} asked for; the source has {available}.")
-        self.k, self.features = k, features
+        self.k = k
         wanted = (3 * k) // 2 if candidates is None else candidates
         self.candidates = available if k == available else min(max(wanted, k), available)
         self._roles = {role: _RoleFitter(self) for role in ("keys", "values")}
@@ -127,7 +130,7 @@ class TranslatorFitter:
         target_heads, target_dim = self.target.layers[0].num_key_value_heads, self.target.layers[0].head_dim
         outputs = len(self.target_layers) * target_heads * target_dim
         width = source_dim if self.support == "head" else source_heads * source_dim
-        units = len(self.source) * (source_heads if self.support == "head" else 1)
+        units = len(self.source) * (source_heads if self.support == "head" else 1) * (1 + self.other_role)
         screening = 0 if self.candidates == units else units * width * (width + outputs)
         inputs = self.candidates * width + -(-self.features // width) * width
         if self.k == units:
@@ -161,16 +164,8 @@ class _RoleFitter:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        shape = plan.source.layers[0]
-        heads = range(shape.num_key_value_heads)
-        self.own = len(plan.source) * (len(heads) if plan.support == "head" else 1)  # blocks of the source; those of features follow
-        if plan.support == "head":
-            count = self.own + native_features.heads_of(plan.features, shape)
-            self.blocks = [(SourceHead(i // len(heads), i % len(heads)),) for i in range(count)]
-        else:
-            layers = range(self.own + native_features.layers_of(plan.features, shape))
-            self.blocks = [tuple(SourceHead(layer, head) for head in heads) for layer in layers]
-        self.given = len(self.blocks) - self.own
+        selectable, given = blocks_of(plan.source, plan.support, plan.features, plan.other_role)
+        self.blocks, self.own, self.given = selectable + given, len(selectable), len(given)
         self.block_width = len(self.blocks[0]) * plan.source.layers[0].head_dim
         self.everything = plan.k == self.own
         if self.everything:  # every target reads every block: one regression with all the outputs side by side

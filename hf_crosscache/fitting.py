@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from . import features
 from .calibration import Calibration
-from .features import NativeFeatures
+from .feature_choice import choose_panels, screening_tokens
 from .fitter import Support, TranslatorFitter
 from .key_norm import inverse_key_norms
 from .maps import FittedMaps, LayerMap
 from .mixture_fitting import ExpertFitters, as_mixture, fit_router, mixture_r2
-from .moments import WeightedMoments
 from .placement import device_of
 from .translator import CacheTranslator
 
-_LEAST_SCREENING, _MOST_SCREENING = 16_384, 65_536  # tokens that score single source heads; a quarter of the texts in between
 _ROLES = ("keys", "values")
 _LEAST_R2 = 0.05
 
@@ -30,6 +28,9 @@ def fit_translator(
     k: int = 8,
     candidates: int | None = None,
     native_features: int | None = None,
+    source_features: int | None = None,
+    nonlinear_features: int | None = None,
+    other_role: bool = False,
     match_variance: bool = False,
     attention_weights: bool = False,
     experts: int = 1,
@@ -38,8 +39,8 @@ def fit_translator(
     """Fit a translator from calibration texts.
 
     The models read the texts once to screen source heads (a few windows), once for the joint moments, and a few windows once more to
-    choose native features. A pair whose moments do not fit in memory is fitted in passes over its target layers, at the cost of another
-    reading a pass.
+    choose each kind of features. A pair whose moments do not fit in memory is fitted in passes over its target layers, at the cost of
+    another reading a pass.
 
     Args:
         calibration: the texts; its native_layers say how many of its first layers the target will run itself.
@@ -47,6 +48,9 @@ def fit_translator(
         k: how many source heads, or layers.
         candidates: blocks kept by the screening for forward selection, None for 1.5 k; k selects nothing.
         native_features: with native layers, how many directions of the hidden state every map reads; None for all of them.
+        source_features: how many directions of all keys and values of the source, taken together, every map reads; None for none.
+        nonlinear_features: how many hidden units over these native and source features every map reads; None for none.
+        other_role: whether target heads may also read, among their k, source values for keys and source keys for values.
         match_variance: scale the maps of values so that what a head writes varies as much as the target's own values, which a regression
             shrinks by the square root of its R2. For a translator that is not going to be refined.
         attention_weights: whether rows count by the attention that they receive from the target's later queries (`received` in
@@ -61,28 +65,34 @@ def fit_translator(
     """
     started = time.perf_counter()
     source, target, native = calibration.source.geometry, calibration.target.geometry, calibration.native_layers
-    read = choose_features(calibration, native_features) if native else None
-    width = 0 if read is None else read.width
-    router = fit_router(calibration, experts, read) if experts != 1 else None
+    panels = choose_panels(
+        calibration,
+        native_features=native_features,
+        source_features=source_features,
+        nonlinear_features=nonlinear_features,
+        other_role=other_role,
+    )
+    router = fit_router(calibration, experts, panels) if experts != 1 else None
     mapped = range(native, len(target))
-    plan = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=mapped, features=width)
+    settings: dict[str, Any] = {"support": support, "k": k, "candidates": candidates, "features": panels.width, "other_role": other_role}
+    plan = TranslatorFitter(source, target, target_layers=mapped, **settings)
     if layers_per_pass is None:
         layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model), experts)
     passes = [mapped[start : start + layers_per_pass] for start in range(0, len(mapped), layers_per_pass)]
     fitted, of_experts = [], []
     for number, layers in enumerate(passes, 1):
         of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
-        fitter = TranslatorFitter(source, target, support=support, k=k, candidates=candidates, target_layers=layers, features=width)
+        fitter = TranslatorFitter(source, target, target_layers=layers, **settings)
         if fitter.needs_screening:
-            for states, split in calibration.states(f"screen{of}", _enough(calibration), read):
+            for states, split in calibration.states(f"screen{of}", screening_tokens(calibration), panels):
                 fitter.screen(states, split)
             fitter.choose_candidates()
-        for states, split in calibration.states(f"fit{of}", features=read, attention_weights=attention_weights):
+        for states, split in calibration.states(f"fit{of}", panels=panels, attention_weights=attention_weights):
             fitter.update(states, split)
         fitted.append(fitter.fit())
         if router is not None:
             fitters = ExpertFitters(router, fitter, fitted[-1])
-            for states, split in calibration.states(f"experts{of}", features=read, attention_weights=attention_weights):
+            for states, split in calibration.states(f"experts{of}", panels=panels, attention_weights=attention_weights):
                 fitters.update(states, split)
             of_experts.append(fitters.fit())
     values = [layer_map for maps in fitted for layer_map in maps.values]
@@ -100,14 +110,20 @@ def fit_translator(
         opening=calibration.opening(),
         r2={role: torch.cat([own, *[maps.r2[role] for maps in fitted]]) for role in _ROLES},
         reach={role: torch.cat([torch.zeros(native), *[maps.reach[role] for maps in fitted]]) for role in _ROLES},
-        features=read,
+        features=panels.native,
+        source_features=panels.source,
+        nonlinear_features=panels.nonlinear,
+        other_role=other_role,
         key_norm=inverse_key_norms(calibration.target_model, target),
         summary={
             "support": support,
             "k": k,
             "candidates": plan.candidates,
             "native_layers": native,
-            "native_features": width,
+            "native_features": 0 if panels.native is None else panels.native.width,
+            "source_features": source_features or 0,
+            "nonlinear_features": nonlinear_features or 0,
+            "other_role": other_role,
             "match_variance": match_variance,
             "attention_weights": attention_weights,
             "alpha": [maps.alpha for maps in fitted],
@@ -128,29 +144,6 @@ def fit_translator(
     return as_mixture(translator, router, of_experts, r2)
 
 
-def choose_features(calibration: Calibration, width: int | None) -> NativeFeatures:
-    """Choose the directions of the hidden state in the target's last native layer that say most of the layers to be mapped.
-
-    Args:
-        width: how many; None for all, as many as the hidden state has.
-    """
-    moments: WeightedMoments | None = None
-    layers = range(calibration.native_layers, len(calibration.target.geometry))
-    for states, split in calibration.states("native features", _enough(calibration)):
-        if split != "fit" or states.hidden is None:
-            continue
-        outputs = []
-        for role in _ROLES:
-            target = states.target.of_role(role)
-            outputs += [target.stripped(i).float().transpose(1, 2).flatten(2).flatten(0, 1) for i in layers]
-        x, y = states.hidden.flatten(0, 1)[None].float(), torch.cat(outputs, dim=1)[None]
-        moments = moments or WeightedMoments.empty_like(x, y)
-        moments.update(x, y)
-    if moments is None:
-        raise RuntimeError("No hidden states: the calibration has no native layers.")
-    return NativeFeatures(calibration.native_layers, *features.project(moments, width or moments.sum_x.shape[1])).to("cpu")
-
-
 def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
     """Undo what a regression shrinks, head by head; r2 `[H]` of a head that is hardly explained counts as 0.05."""
     return replace(layer_map, weight=layer_map.weight * r2.clamp(_LEAST_R2, 1).rsqrt()[:, None, None])
@@ -158,10 +151,6 @@ def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
 
 def _matched(maps: FittedMaps) -> FittedMaps:
     return replace(maps, values=tuple(map(_at_full_variance, maps.values, maps.r2["values"])))
-
-
-def _enough(calibration: Calibration) -> int:
-    return min(_MOST_SCREENING, max(_LEAST_SCREENING, calibration.tokens // 4))
 
 
 def _layers_that_fit(plan: TranslatorFitter, device: torch.device, experts: int) -> int:

@@ -11,10 +11,10 @@ import torch
 from .calibration import Calibration
 from .clusters import k_means, nearest_as_affine
 from .errors import CalibrationError
-from .features import NativeFeatures
 from .fitter import Split, TranslatorFitter
 from .maps import FittedMaps
 from .mixture import Mixture, Router, layers_of, router_input
+from .panels import Panels
 from .states import PairedStates
 from .translator import CacheTranslator
 
@@ -25,8 +25,8 @@ _LEAST_HELD_OUT = 64  # rows that choose its ridge
 _ROLES = ("keys", "values")
 
 
-def fit_router(calibration: Calibration, experts: int, features: NativeFeatures | None) -> Router:
-    """Find clusters of the tokens, by native features where the maps read such, else by keys and values of the middle source layer.
+def fit_router(calibration: Calibration, experts: int, panels: Panels) -> Router:
+    """Find clusters of the tokens, by features where the maps read such, else by keys and values of the middle source layer.
 
     Every dimension counts alike, in units of its spread.
 
@@ -35,12 +35,11 @@ def fit_router(calibration: Calibration, experts: int, features: NativeFeatures 
     """
     if not 2 <= experts <= MOST_EXPERTS:
         raise CalibrationError(f"experts = {experts}: 1 to {MOST_EXPERTS} expected.")
-    own = len(calibration.source.geometry)
-    layers, roles, rows = (own // 2,), _ROLES, []
-    for states, split in calibration.states("router", _ROUTER_ROWS, features):
+    layers, roles, rows = (len(calibration.source.geometry) // 2,), _ROLES, []
+    if panels.width:  # the same behind keys and values, and turned by nothing
+        layers, roles = tuple(panels.feature_layers), ("values",)
+    for states, split in calibration.states("router", _ROUTER_ROWS, panels):
         if split == "fit":
-            if features is not None:  # the same behind keys and values, and turned by nothing
-                layers, roles = tuple(range(own, len(states.source.keys))), ("values",)
             rows.append(router_input(layers_of(states.source, layers), roles).flatten(0, 1))
     x = torch.cat(rows)
     if len(x) < experts:

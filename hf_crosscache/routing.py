@@ -9,8 +9,8 @@ import torch
 
 from .mixture import Mixture
 from .rope import to_half_split
-from .states import LayerStates
-from .translator import CacheTranslator, StatesByLayer
+from .states import LayerStates, StatesByLayer
+from .translator import CacheTranslator
 
 
 @dataclass(frozen=True, eq=False)

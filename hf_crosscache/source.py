@@ -88,6 +88,15 @@ class SourceStates:
             self._moved[layer_idx, device] = keys, values
         return self._moved[layer_idx, device]
 
+    def read_by(self, readers: Mapping[int, int]) -> Self:
+        """Return what is left when fewer target layers read some layers, or none."""
+        if readers is self._readers:
+            return self
+        rest = copy.copy(self)
+        rest._readers = readers
+        rest._states = {layer: pair for layer, pair in self._states.items() if layer in readers}
+        return rest.without(())
+
     def without(self, layers: Iterable[int]) -> Self:
         """Return what is left when some more target layers are translated: only source layers that another one reads."""
         rest = copy.copy(self)

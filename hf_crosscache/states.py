@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from . import ops
 from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope
+
+
+class StatesByLayer(Protocol):
+    """A source's states: a dict will do."""
+
+    def __getitem__(self, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -24,6 +30,11 @@ class LayerStates:
     values: list[torch.Tensor]
     rotary: tuple[RotaryTable, ...] | None = None
     position_ids: torch.Tensor | None = None
+
+    def rows(self, rows: slice) -> LayerStates:
+        """Keep some rows, as views."""
+        keys, values = ([states[:, :, rows] for states in side] for side in (self.keys, self.values))
+        return LayerStates(keys, values, self.rotary, None if self.position_ids is None else self.position_ids[:, rows])
 
     def of_role(self, role: str) -> RoleStates:
         """The states of one role, with what turned them."""

@@ -17,6 +17,8 @@ from .trainable_mixture import Translated, by_expert
 from .translator import CacheTranslator
 
 _ROLES = ("keys", "values")
+_DAMPING = 0.3  # of the correlation, so that directions in which the inputs hardly vary do not run away
+_WIDEST = 2048  # inputs that are decorrelated together
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class Spread:
 class TrainableMaps(torch.nn.Module):
     """The maps of the translated layers, stacked by role, as a step away from where they began; those of a mixture expert by expert.
 
-        y = (x - mean_x) (W0 + diag(1 / std_x) U diag(std_y)) + mean_y + std_y u
+        y = (x - mean_x) (W0 + diag(1 / std_x) (C + 0.3 I)^-1/2 U diag(std_y)) + mean_y + std_y u
 
     and keys are brought to the target's norm of keys after that, where it has one.
-    U and u begin at zero and are float32. In these units inputs and outputs have unit variance, so one learning rate suits keys with large
-    biases, small values and native features alike.
+    U and u begin at zero and are float32; C is the correlation of the inputs. In these units inputs are nearly uncorrelated and, like
+    outputs, of unit variance: one learning rate suits keys with large biases, small values, native features, and the differences between
+    neighbouring layers that say the same but for a little.
 
     Args:
         translator: where to begin; on the device of the models.
@@ -65,7 +68,6 @@ class TrainableMaps(torch.nn.Module):
             heads = reads.mean.shape[1]
             blocks = torch.tensor([[[b.layer * heads + b.head for b in row] for row in m.blocks] for m in maps]).to(reads.mean.device)
             writes = Spread.of(target, role).std[list(self.mapped)]
-            of_input = reads.std.flatten(0, 1)[blocks].flatten(2)  # [N, G, n]
             tensors = {
                 "blocks": blocks,
                 "shift": reads.mean,
@@ -73,11 +75,13 @@ class TrainableMaps(torch.nn.Module):
                 "mean_x": torch.stack([layer_map.mean_x for layer_map in maps]).to(writes),
                 "mean_y": torch.stack([layer_map.mean_y for layer_map in maps]).to(writes),
                 "centre": reads.mean.flatten(0, 1)[blocks].flatten(2),
-                "unit": writes[:, :, None] / of_input[..., None],  # [N, H, n, D]
                 "spread": writes,
             }
             for name, tensor in tensors.items():
                 self.register_buffer(f"{role}_{name}", tensor, persistent=False)
+            inputs = self._inputs(source, role, torch.float32)
+            directions = torch.stack([_uncorrelated(self._rows(inputs, of_layer)) for of_layer in blocks])
+            self.register_buffer(f"{role}_directions", directions, persistent=False)  # [N, G, pieces, n / pieces, n / pieces]
             self.register_parameter(f"{role}_step", torch.nn.Parameter(torch.zeros_like(tensors["weight"])))
             self.register_parameter(f"{role}_bias_step", torch.nn.Parameter(torch.zeros_like(writes)))
 
@@ -142,7 +146,9 @@ class TrainableMaps(torch.nn.Module):
         return getattr(self, f"{role}_{name}")
 
     def _weight(self, role: str) -> torch.Tensor:
-        return self._part(role, "weight") + self._part(role, "step") * self._part(role, "unit")
+        directions, step = self._part(role, "directions"), self._part(role, "step") * self._part(role, "spread")[:, :, None]
+        moved = directions @ step.unflatten(2, directions.shape[2:4])  # [N, H, pieces, n / pieces, D]
+        return self._part(role, "weight") + moved.flatten(2, 3)
 
     def _maps(self, role: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights `[N, H, n, D]`, and biases `[N, H, D]` for inputs about their centre."""
@@ -158,8 +164,26 @@ class TrainableMaps(torch.nn.Module):
         return torch.stack(layers).transpose(1, 2).flatten(0, 1)
 
     def _map(self, inputs: torch.Tensor, role: str, at: int, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        blocks = self._part(role, "blocks")[at]  # [G, k]
         _, batch, tokens, _ = inputs.shape
-        x = inputs[blocks].permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)  # [G, B * T, n]
-        y = x @ weight[at].to(x.dtype)  # [H, B * T, D]
+        y = self._rows(inputs, self._part(role, "blocks")[at]) @ weight[at].to(inputs.dtype)  # [H, B * T, D]
         return (y.float() + bias[at][:, None]).unflatten(1, (batch, tokens)).transpose(0, 1)
+
+    @staticmethod
+    def _rows(inputs: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """What the heads of a layer read, `[G, B * T, n]`, of blocks `[G, k]`."""
+        return inputs[blocks].permute(0, 2, 3, 1, 4).flatten(3).flatten(1, 2)
+
+
+def _uncorrelated(rows: torch.Tensor) -> torch.Tensor:
+    """Return diag(1 / std) (C + 0.3 I)^-1/2 of rows `[G, T, n]` with correlation C, `[G, pieces, p, p]`.
+
+    Wide inputs are taken in the fewest equal pieces of at most 2,048, each uncorrelated within itself.
+    """
+    width = rows.shape[-1]
+    pieces = next(count for count in range(-(-width // _WIDEST), width + 1) if width % count == 0)
+    parts = rows.unflatten(-1, (pieces, -1)).transpose(1, 2)  # [G, pieces, T, p]
+    std = parts.std(2)
+    std = torch.where(std > 1e-6, std, torch.ones_like(std))
+    normal = (parts - parts.mean(2, keepdim=True)) / std[:, :, None]
+    values, vectors = torch.linalg.eigh(normal.transpose(2, 3) @ normal / normal.shape[2])
+    return (vectors * (values.clamp_min(0) + _DAMPING).rsqrt()[:, :, None]) @ vectors.transpose(2, 3) / std[..., None]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from . import ops
+from .built_panels import BuiltPanels, Pair, gathered
 from .compat import uncompiled
 from .context import Context
 from .errors import GeometryError, HandOffError
-from .features import as_layers, layers_of
 from .first_layers import FirstLayers
 from .mixture import Mixture
 from .native_states import NativeStates
@@ -20,7 +21,6 @@ from .stopwatch import Stopwatch
 from .translator import CacheTranslator
 
 _GROUP_BYTES = 1 << 30  # of states that one launch builds ahead of their use, where launches are what a layer costs
-StatesOfLayers = dict[int, tuple[torch.Tensor, torch.Tensor]]  # keys and values by layer
 _WILD = 100.0  # times the largest root mean square that a dimension of the layer had in the fit
 _SAMPLED = 64  # positions at which the size of translated states is looked at
 
@@ -63,7 +63,7 @@ class PendingTranslation:
         self.translated_layers = 0
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
-        self._features: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # as layers of the source, `[B, H, T, D]` from slot 0 on
+        self._panels = BuiltPanels(translator.panels, start, None if first is None else first.hidden)
         self._experts: Experts | None = None  # of a mixture, those of the slots from `start` on
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
@@ -103,7 +103,7 @@ class PendingTranslation:
         """Return a hand-off of its own state that shares every tensor; what waits for its taker comes without room behind."""
         twin = object.__new__(PendingTranslation)
         twin.__dict__ = {**self.__dict__, "_pending": set(self._pending), "_unchecked": list(self._unchecked), "work": self.work.fork()}
-        twin._ready = {}
+        twin._ready, twin._panels = {}, self._panels.fork()
         for layer, (keys, values) in self._ready.items():
             kept = self.kept(layer)
             twin._ready[layer] = keys[:, :, :kept], values[:, :, :kept]
@@ -210,68 +210,55 @@ class PendingTranslation:
             if _reads_flags_at_once(device):
                 self.check_states()
         self.source = rest
+        self._panels.keep(rest.held_layers)
         self.translated_layers += 0 if layers.start < self.translator.native_layers else len(layers)
         self._pending.difference_update(layers)
         self._ready.update(zip(layers, built, strict=True))
 
     def _map(self, layers: range, context: Context, begin: int, out: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Translate the slots from `begin` on into `out` `[2, N, B, H, T, D]`; return the flags of its states, `[N, 2]`."""
-        read: set[int] = set()
-        for layer_idx in layers:
-            read |= self.translator.source_layers(layer_idx)
-        source, row = self._read(read, context, begin, device)
-        position_ids, among = self._position_ids(context, begin, device), self._run_of(layers.start)
+        read, by_values = self.translator.read_by(layers)
         mixture = self.translator.mixture
-        if mixture is None:
+        experts = None if mixture is None else self._routed(mixture)
+        source, row = self._read(read, by_values, context, begin, device)
+        position_ids, among = self._position_ids(context, device)[:, begin:], self._run_of(layers.start)
+        if experts is None:
             flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
         else:
-            tokens = self._routed(mixture).tokens(begin, self.length, device)
+            tokens = experts.tokens(begin, self.length, device)
             flags = translate_routed(self.translator, tokens, layers, source, position_ids, self.length, out[0], out[1], row, among)
         return self._flag_wild(layers, out, flags)
 
-    def _read(self, layers: set[int], context: Context, begin: int, device: torch.device) -> tuple[StatesOfLayers, int]:
-        """Keys and values of some layers of the source, or of features, and the row in them of slot `begin`."""
+    def _read(
+        self, layers: Collection[int], by_values: Collection[int], context: Context, begin: int, device: torch.device
+    ) -> tuple[dict[int, Pair], int]:
+        """Keys and values of some layers of the source and panels, and the row in them of slot `begin`."""
         own = len(self.translator.source.geometry)
         source = {layer: self.source.on(layer, device) for layer in layers if layer < own}
         row = begin
         if context.source_rows is not None:
-            slots = context.source_rows[:, None, begin:, None]
-            source = {layer: (_gathered(keys, slots), _gathered(values, slots)) for layer, (keys, values) in source.items()}
+            slots = slice(begin, self.length)
+            source = {i: (gathered(keys, context, slots), gathered(values, context, slots)) for i, (keys, values) in source.items()}
             row = 0
-        if self.translator.features is not None:
-            rows = slice(None) if context.source_rows is None else slice(begin, self.length)
-            panels = enumerate(self._feature_layers(device), own)
-            source |= {layer: (panel[:, :, rows], panel[:, :, rows]) for layer, panel in panels if layer in layers}
+        whole = self._position_ids(context, device)
+        source |= self._panels.of(layers, by_values, self.source, context, whole, device, begin)
+        if self._panels.features_built:
+            self.source = self.source.read_by(self.translator.map_readers)
         return source, row
 
-    def _position_ids(self, context: Context, begin: int, device: torch.device) -> torch.Tensor:
-        """Positions of the slots from `begin` on, int32 `[B or 1, T]`."""
-        ids = self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
-        return ids[:, begin:]
+    def _position_ids(self, context: Context, device: torch.device) -> torch.Tensor:
+        """Positions of all slots, int32 `[B or 1, length]`."""
+        return self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
 
     def _routed(self, mixture: Mixture) -> Experts:
         """Which expert serves each slot from `start` on, found out once."""
         if self._experts is None:
             device = self.source.device
             context = self.context.on(device)
-            source, row = self._read(set(mixture.router.layers), context, self.start, device)
-            self._experts = Experts.of(self.translator, mixture, source, self._position_ids(context, self.start, device), row, self.start)
+            source, row = self._read(mixture.router.layers, (), context, self.start, device)
+            position_ids = self._position_ids(context, device)[:, self.start :]
+            self._experts = Experts.of(self.translator, mixture, source, position_ids, row, self.start)
         return self._experts
-
-    def _feature_layers(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """The native features as layers of the source, with its shape and dtype; of the slots before `start` they say nothing."""
-        if device not in self._features:
-            features, first = self.translator.features, self.first
-            if features is None or first is None:
-                raise HandOffError("The translator reads the target's first layers: pass target_model= and input_ids=.")
-            shape = self.translator.source.geometry.layers[0]
-            hidden, end = first.hidden.to(device), self.start + first.hidden.shape[1]
-            rows = self.source.length if self.context.source_rows is None else end
-            size = (layers_of(features.width, shape), hidden.shape[0], shape.num_key_value_heads, rows, shape.head_dim)
-            panels = torch.empty(size, dtype=self.source.dtype, device=device)
-            as_layers(features.of(hidden), shape, panels[:, :, :, self.start : end])
-            self._features[device] = panels.unbind()
-        return self._features[device]
 
     def _flag_wild(self, layers: range, out: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """Add 2 to the flags of states that are far beyond what the fit saw of the target's own, at some positions."""
@@ -321,12 +308,6 @@ class PendingTranslation:
                 'model makes of a text; prefill the target natively, as on_error="prefill" does.'
             )
         return self._failure
-
-
-def _gathered(states: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Rows of `[B, H, T, D]` states at `[B, 1, T', 1]` slots."""
-    batch, heads, _, head_dim = states.shape
-    return states.gather(2, slots.expand(batch, heads, -1, head_dim))
 
 
 def _place(native: torch.Tensor, states: torch.Tensor, start: int, first_slots: torch.Tensor | None) -> None:

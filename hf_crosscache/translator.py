@@ -6,12 +6,11 @@ import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from . import features as native_features
 from . import ops
 from .errors import HandOffWarning
 from .features import NativeFeatures
@@ -19,13 +18,11 @@ from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
 from .mixture import Mixture
 from .native_states import Opening
-from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope, to_half_split, to_interleaved
-
-
-class StatesByLayer(Protocol):
-    """A source's states: a dict will do."""
-
-    def __getitem__(self, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+from .nonlinear_features import NonlinearFeatures
+from .panels import Panels
+from .rope import NO_ROTATION, RotaryStack, strip_rope, to_half_split, to_interleaved
+from .source_features import SourceFeatures
+from .states import StatesByLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +32,9 @@ class CacheTranslator:
     keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
     key_norm: `[layers, D]` inverse weights of the target's norm of keys, to which mapped keys are brought back; None where it has none.
     mixture: further sets of maps and the router that chooses among them for each token, keys and values being the first; None for one set.
-    features: what every map reads beside source heads, as layers behind those of the source; None without native layers.
+    features: what every map reads of the target's native layers, beside source heads; None without native layers.
+    source_features, nonlinear_features: what else every map reads; None where there are none.
+    other_role: whether some keys are mapped from values, and values from keys.
     sink_tokens: leading positions that the maps were not fitted on and must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
     r2: role ("keys", "values") -> held-out share of variance explained, `[layers, heads]` of the target; 1 for native layers.
@@ -55,6 +54,9 @@ class CacheTranslator:
     summary: dict[str, Any] = field(default_factory=dict)
     features: NativeFeatures | None = None
     key_norm: torch.Tensor | None = None
+    source_features: SourceFeatures | None = None
+    nonlinear_features: NonlinearFeatures | None = None
+    other_role: bool = False
     mixture: Mixture | None = None
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
 
@@ -71,6 +73,11 @@ class CacheTranslator:
         """How many of its first layers the target runs itself."""
         return 0 if self.features is None else self.features.native_layers
 
+    @cached_property
+    def panels(self) -> Panels:
+        """What lies behind the layers of the source."""
+        return Panels(self.source.geometry, self.features, self.source_features, self.nonlinear_features, self.other_role)
+
     def maps(self, layer_idx: int) -> tuple[LayerMap, LayerMap]:
         """The maps of keys and of values of a target layer that is translated."""
         keys, values = self.keys[layer_idx], self.values[layer_idx]
@@ -79,23 +86,37 @@ class CacheTranslator:
         return keys, values
 
     def source_layers(self, layer_idx: int) -> frozenset[int]:
-        """The source layers that a target layer reads, for keys or values; those of features lie behind the source's own."""
+        """The source layers that a target layer reads, for keys or values; panels lie behind the source's own."""
         if layer_idx < self.native_layers:
             return frozenset()
         keys, values = self.maps(layer_idx)
         return keys.source_layers | values.source_layers
 
+    def read_by(self, layers: range) -> tuple[frozenset[int], frozenset[int]]:
+        """The source layers and panels that some translated target layers read, and those that maps of values read."""
+        keys, values = zip(*map(self.maps, layers), strict=True)
+        by_values = frozenset[int]().union(*[layer_map.source_layers for layer_map in values])
+        return by_values.union(*[layer_map.source_layers for layer_map in keys]), by_values
+
     @cached_property
-    def readers(self) -> dict[int, int]:
-        """Source layer -> the target layers that read it, as bits: bit i is target layer i."""
+    def map_readers(self) -> dict[int, int]:
+        """Source layer -> the target layers whose maps, or router, read it, in either role, as bits: bit i is target layer i."""
         read: dict[int, int] = {}
         routed_by = () if self.mixture is None else self.mixture.router.layers
         for layer_idx in range(len(self.target.geometry)):
-            for source in self.source_layers(layer_idx).union(routed_by if layer_idx >= self.native_layers else ()):
-                if source >= len(self.source.geometry):
-                    continue
-                read[source] = read.get(source, 0) | 1 << layer_idx
+            for layer in self.source_layers(layer_idx).union(routed_by if layer_idx >= self.native_layers else ()):
+                source = self.panels.read_through(layer)
+                if source is not None:
+                    read[source] = read.get(source, 0) | 1 << layer_idx
         return dict(sorted(read.items()))
+
+    @cached_property
+    def readers(self) -> dict[int, int]:
+        """Source layer -> the target layers that need it, as `map_readers`; source features need all, whichever layer comes first."""
+        if self.source_features is None:
+            return self.map_readers
+        mapped = sum(1 << layer_idx for layer_idx in range(self.native_layers, len(self.target.geometry)))
+        return dict.fromkeys(range(len(self.source.geometry)), mapped)
 
     @cached_property
     def runs(self) -> tuple[range, ...]:
@@ -133,7 +154,7 @@ class CacheTranslator:
         Args:
             layers: the target layers, N of them.
             among: the layers whose maps lie beside theirs and are packed together for their device; None for the whole run.
-            source: source layer, or layer of features -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their
+            source: source layer, or panel -> keys and values `[B, H_src, >= begin + T, D_src]` as cached, keys with their
                 RoPE, on one device.
             source_position_ids, target_position_ids: int32 `[B or 1, T]`, where each model sees the tokens; all below `positions`.
             out_keys, out_values: `[N, B, H, T, D]`, written in full: keys rotated to their positions, in the target's dtype.
@@ -148,11 +169,11 @@ class CacheTranslator:
         pairs = [source[layer] for layer in maps.source_layers]
         keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         for at, layer in enumerate(maps.source_layers):
-            if self._source_tables[layer].interleaved:
-                keys[at] = to_half_split(keys[at], self._source_tables[layer].rotary_dim)
+            if self.panels.rotary[layer].interleaved:
+                keys[at] = to_half_split(keys[at], self.panels.rotary[layer].rotary_dim)
         rotary = self._source_rotary
         if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
-            tables = [self._source_tables[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
+            tables = [self.panels.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
             rows = slice(begin, begin + source_position_ids.shape[1])
             keys = [strip_rope(states[:, :, rows], *table) for states, table in zip(keys, tables, strict=True)]
             values = [states[:, :, rows] for states in values]
@@ -234,27 +255,17 @@ class CacheTranslator:
         return len({layer.num_key_value_heads for layer in self.source.geometry.layers}) > 1
 
     @cached_property
-    def _source_tables(self) -> tuple[RotaryTable, ...]:
-        """Those of the source's layers, and of the layers of features behind them."""
-        geometry = self.source.geometry
-        if self.features is None:
-            return geometry.rotary
-        unturned = native_features.rotary_of(geometry)
-        return (*geometry.rotary, *[unturned] * native_features.layers_of(self.features.width, geometry.layers[0]))
-
-    @cached_property
     def _source_rotary(self) -> RotaryStack | None:
-        tables = self._source_tables
-        return RotaryStack(tables) if len({table.rotary_dim for table in tables}) == 1 else None
+        return RotaryStack(self.panels.rotary) if len({table.rotary_dim for table in self.panels.rotary}) == 1 else None
 
     def to(self, device: torch.device | str) -> CacheTranslator:
         """Return the translator with its maps on a device, which should be that of the source cache."""
+        parts = {name: getattr(self, name) for name in ("features", "source_features", "nonlinear_features", "mixture")}
         return replace(
             self,
             keys=tuple(layer_map and layer_map.to(device) for layer_map in self.keys),
             values=tuple(layer_map and layer_map.to(device) for layer_map in self.values),
-            features=self.features and self.features.to(device),
-            mixture=self.mixture and self.mixture.to(device),
+            **{name: part.to(device) for name, part in parts.items() if part is not None},
             key_norm=None if self.key_norm is None else self.key_norm.to(device),
         )
 

@@ -6,8 +6,9 @@ from builders import a_model
 
 from hf_crosscache import CacheGeometry
 from hf_crosscache.errors import CalibrationError
-from hf_crosscache.features import FeatureLayers, NativeFeatures, heads_of, layers_of, project
+from hf_crosscache.features import NativeFeatures, heads_of, layers_of, project
 from hf_crosscache.moments import WeightedMoments
+from hf_crosscache.panels import Panels
 from hf_crosscache.states import LayerStates
 
 
@@ -46,7 +47,7 @@ def test_layers_hold_the_features_head_after_head():
     features = NativeFeatures(1, torch.randn(10), torch.randn(10, width))
     plain = [torch.randn(2, heads, 7, dim) for _ in range(2)]
     states = LayerStates(plain, plain, geometry.rotary[:2], torch.arange(7, dtype=torch.int32)[None])
-    joined = FeatureLayers(features, geometry).behind(states, hidden)
+    joined = Panels(geometry, native=features).behind(states, hidden)
     flat = torch.cat([layer.transpose(1, 2).flatten(2) for layer in joined.keys[2:]], dim=-1)
     torch.testing.assert_close(flat[..., :width], features.of(hidden))
     assert not flat[..., width:].any() and joined.values[2] is joined.keys[2]

@@ -22,7 +22,6 @@ from hf_crosscache.compat import prefill
 from hf_crosscache.context import Context
 from hf_crosscache.distillation import Distillation
 from hf_crosscache.errors import CalibrationError
-from hf_crosscache.features import FeatureLayers
 from hf_crosscache.geometry import CacheGeometry
 from hf_crosscache.mixture import Mixture, Router
 from hf_crosscache.mixture_fitting import ExpertFitters, fit_router, mixture_r2
@@ -297,9 +296,7 @@ def test_a_mixture_is_fitted_from_texts_served_and_trained_alike(pair, native_la
         prefill(pair[0], ids)[0], two, target_model=pair[1], input_ids=ids, recompute_last=0, min_context_recovered=0.0
     ).translate()
     paired = calibration.paired(ids)
-    source = (
-        paired.source if two.features is None else FeatureLayers(two.features, two.source.geometry).behind(paired.source, paired.hidden)
-    )
+    source = two.panels.behind(paired.source, paired.hidden)
     trained = maps(source, paired.source.position_ids, torch.float32)
     assert set(trained) == set(range(native_layers, len(two.target.geometry)))
     for layer_idx, (keys, values) in trained.items():

@@ -12,18 +12,20 @@ import hf_crosscache
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY, KERNELS = ROOT / "hf_crosscache", ROOT / "kernels" / "hf_crosscache_kernels"
-MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attention_weights", "cache", "calibration",
+MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attention_outputs",
+                           "attention_weights", "cache", "calibration",
                            "chat_spans", "cli", "compat", "continuations", "demo", "distillation", "evaluation", "export",
                            "fallback", "first_layers", "first_tokens", "geometry", "guard", "handoff", "identity",
                            "key_norm", "layers", "lm_eval_adapter", "placement", "prompt", "report", "rotary", "source",
                            "survey", "task_evaluation", "task_report", "tasks", "texts", "token_bytes", "token_spans",
                            "translator", "tuning"}  # fmt: skip
 ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identity", "token_bytes", "token_spans",
-         "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "key_norm", "maps", "mixture",
-         "native_states", "translator", "routing", "arithmetic", "artefact", "fitter", "texts", "context", "source",
-         "prompt", "first_tokens", "first_layers", "stopwatch", "translation", "hand_off_report", "layers", "guard",
-         "export", "fallback", "cache", "continuations", "handoff", "attention_weights", "calibration",
-         "attention_cosine", "intervals", "clusters", "mixture_fitting", "fitting", "trainable_mixture", "trainable",
+         "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "source_features",
+         "nonlinear_features", "key_norm", "maps", "native_states", "panels", "mixture", "translator", "routing",
+         "arithmetic", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens", "first_layers",
+         "stopwatch", "built_panels", "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache",
+         "continuations", "handoff", "attention_weights", "attention_outputs", "calibration", "attention_cosine",
+         "intervals", "feature_choice", "clusters", "mixture_fitting", "fitting", "trainable_mixture", "trainable",
          "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks",
          "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli_arguments", "tuning", "cli",
          "__init__"]  # fmt: skip

@@ -107,30 +107,19 @@ def relative_error(layers: list, pairs: list, translator: CacheTranslator, targe
     """Hold one translated layer against the same affine maps in float64, with complex numbers for the rotations."""
     skip = translator.sink_tokens
     worst = 0.0
-    own, features = len(pairs), None
-    if translator.features is not None:
-        given = {"input_ids": prompt, "position_ids": torch.arange(prompt.shape[1], device=prompt.device)[None].expand_as(prompt)}
-        features = translator.features.of(first_layers.run(target, translator.native_layers, given).hidden).to(pairs[0][0].dtype)
-        shape = translator.source.geometry.layers[0]
-        features = torch.nn.functional.pad(features, (0, -features.shape[2] % shape.head_dim))
+    stripped = [stripped_keys(keys, table) for (keys, _), table in zip(pairs, translator.source.geometry.rotary, strict=True)]
+    values = [states.double() for _, states in pairs]
+    behind = features_of(translator, stripped, values, pairs[0][0].dtype, target, prompt)
+    rounded = [keys.to(pairs[0][0].dtype).double() for keys in stripped]
+    read_of = [*stripped, *behind, *values], [*values, *behind, *rounded]
     for role, layer_map in enumerate(translator.maps(layer_idx)):
         found = layers[layer_idx][role]
         length, dtype = found.shape[2], found.dtype
         turn_on = turn(translator.target.geometry.rotary[layer_idx], length, dtype, found.device)
         for head in range(found.shape[1]):
             read = layer_map.blocks[head if len(layer_map.blocks) > 1 else 0]
-            parts = []
-            for layer, source_head in read:
-                if features is not None and layer >= own:
-                    at = ((layer - own) * shape.num_key_value_heads + source_head) * shape.head_dim
-                    parts.append(features[:, :length, at : at + shape.head_dim].double())
-                    continue
-                states = pairs[layer][role][:, source_head, :length].double()
-                if role == 0:
-                    turn_off = turn(translator.source.geometry.rotary[layer], length, dtype, found.device)
-                    states = as_real(as_complex(states) / turn_off)
-                parts.append(states)
-            x = torch.cat(parts, dim=-1) - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
+            x = torch.cat([read_of[role][layer][:, source_head, :length] for layer, source_head in read], dim=-1)
+            x = x - layer_map.mean_x[head if len(layer_map.blocks) > 1 else 0].double()
             y = x @ layer_map.weight[head].double() + layer_map.mean_y[head].double()
             if role == 0 and translator.key_norm is not None:
                 unweighted = y * translator.key_norm[layer_idx].to(y)
@@ -139,6 +128,32 @@ def relative_error(layers: list, pairs: list, translator: CacheTranslator, targe
             got, want = found[:, head, skip:].double(), y[:, skip:]
             worst = max(worst, ((got - want).norm() / want.norm()).item())
     return worst
+
+
+def features_of(translator: CacheTranslator, stripped: list, values: list, dtype: torch.dtype, target, prompt) -> list[torch.Tensor]:
+    """What maps read beside source heads, in the shape of the source's layers, from the formulas; factors are rounded as a cache is."""
+    kinds = []
+    if translator.features is not None:
+        given = {"input_ids": prompt, "position_ids": torch.arange(prompt.shape[1], device=prompt.device)[None].expand_as(prompt)}
+        hidden = first_layers.run(target, translator.native_layers, given).hidden.double()
+        kinds.append((hidden - translator.features.mean.to(hidden)) @ translator.features.projection.to(hidden))
+    if translator.source_features is not None:
+        x = torch.cat([side.transpose(1, 2).flatten(2) for side in (*stripped, *values)], dim=-1)
+        centred = (x - translator.source_features.mean.to(x)).to(dtype).double()
+        kinds.append(centred @ translator.source_features.projection.to(x.device, dtype).double())
+    if translator.nonlinear_features is not None:
+        units, z = translator.nonlinear_features, torch.cat(kinds, dim=-1)
+        kinds.append((torch.nn.functional.gelu(z @ units.weight.to(z) + units.bias.to(z)) - units.mean.to(z)) * units.scale.to(z))
+    if not kinds:
+        return []
+    _, heads, _, dim = values[0].shape
+    flat = torch.cat(kinds, dim=-1).to(dtype).double()
+    flat = torch.nn.functional.pad(flat, (0, -flat.shape[-1] % (heads * dim)))
+    return list(flat.unflatten(-1, (-1, heads, dim)).permute(2, 0, 3, 1, 4))
+
+
+def stripped_keys(keys: torch.Tensor, table) -> torch.Tensor:
+    return as_real(as_complex(keys.double()) / turn(table, keys.shape[2], keys.dtype, keys.device))
 
 
 def turn(table, length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -46,9 +46,16 @@ def test_a_wrong_translation_ends_the_run(bench, translator, small, large, token
     assert errors[0] < 1e-5 < 1e-3 < errors[1]
 
 
-def test_native_features_are_held_against_the_oracle(bench, small, large, tokenizer):
-    calibration = Calibration(small, large, tokenizer, TEXTS, tokens=20_000, native_layers=2)
-    translator = fit_translator(calibration, k=2, native_features=40)
+@pytest.mark.parametrize(
+    "native_layers,panels",
+    [
+        (2, {"native_features": 40}),
+        (1, {"native_features": 20, "source_features": 24, "nonlinear_features": 32, "other_role": True}),
+    ],
+)
+def test_panels_are_held_against_the_oracle(bench, small, large, tokenizer, native_layers, panels):
+    calibration = Calibration(small, large, tokenizer, TEXTS, tokens=20_000, native_layers=native_layers)
+    translator = fit_translator(calibration, k=2, **panels)
     ids = tokenizer("some words to read " * 30, return_tensors="pt").input_ids
     pairs = bench.states_of(bench.prefill(small, ids)[0])
     layers = list(bench.TranslatedCache(pairs, translator, target_model=large, input_ids=ids))
