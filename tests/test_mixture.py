@@ -283,10 +283,18 @@ def pair():
     return pocket_model("qwen3-small"), pocket_model("qwen3-large"), AutoTokenizer.from_pretrained(MODELS / "qwen3-large")
 
 
-@pytest.mark.parametrize("native_layers", [0, 1])
-def test_a_mixture_is_fitted_from_texts_served_and_trained_alike(pair, native_layers, tmp_path):
+@pytest.mark.parametrize(
+    "native_layers,panels",
+    [
+        (0, {}),
+        (1, {"native_features": 32, "attention_weights": True}),
+        (0, {"source_features": 16, "nonlinear_features": 16, "other_role": True}),
+    ],
+    ids=["plain", "native", "source"],
+)
+def test_a_mixture_is_fitted_from_texts_served_and_trained_alike(pair, native_layers, panels):
     calibration = Calibration(*pair, TEXTS, tokens=20_000, window=192, native_layers=native_layers)
-    settings = {"k": 2, "native_features": 32 if native_layers else None, "match_variance": True, "attention_weights": native_layers == 1}
+    settings = {"k": 2, "match_variance": True, **panels}
     one, two = (fit_translator(calibration, experts=experts, **settings) for experts in (1, 2))
     assert "experts" not in one.summary and one.mixture is None and two.summary["experts"] == 2
     assert all((two.r2[role][native_layers:].mean() > one.r2[role][native_layers:].mean()) for role in ("keys", "values"))
