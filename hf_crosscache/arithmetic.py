@@ -16,7 +16,8 @@ from .translator import CacheTranslator
 class Cost:
     """Multiplications of a hand-off, each divided by those of the target's prefill of the same context.
 
-    native: first tokens and first layers; maps: all features and the affine maps; tail: the last tokens, left to the target.
+    native: first tokens and first layers; maps: all features, routing and the affine maps, of a mixture those of one expert; tail: the last
+        tokens, left to the target.
     """
 
     native: float
@@ -39,7 +40,7 @@ def hand_off_cost(
 ) -> Cost:
     """Count a hand-off of a context against the target's prefill of it.
 
-    Counted are the matrix products of decoder layers, two products of attention a pair of positions that see each other, features
+    Counted are the matrix products of decoder layers, two products of attention a pair of positions that see each other, features, routing
     and maps; not embeddings, norms, rotations and the language-model head, of which a prefill needs one position. Of experts the active
     ones count. Layers that the target runs natively need of the last one its keys' and values' projections alone.
 
@@ -56,8 +57,11 @@ def hand_off_cost(
         last = translator.native_layers - 1
         native += sum(layer.reading(0, handed_over) for layer in layers[:last]) + handed_over * layers[last].projections
     tail = sum(layer.reading(handed_over, context_tokens) for layer in layers)
-    each = translator.panels.products + sum(
-        layer_map.weight.numel() for side in (translator.keys, translator.values) for layer_map in side if layer_map is not None
+    router = 0 if translator.mixture is None else translator.mixture.router.weight.numel()
+    each = (
+        translator.panels.products
+        + router
+        + sum(layer_map.weight.numel() for side in (translator.keys, translator.values) for layer_map in side if layer_map is not None)
     )
     maps = each * max(0, handed_over - sinks)
     return Cost(native / whole, maps / whole, tail / whole)

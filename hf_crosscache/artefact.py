@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from .errors import ArtefactError
 from .features import NativeFeatures
 from .identity import ModelIdentity
 from .maps import LayerMap, SourceHead
+from .mixture import Mixture, Router
 from .native_states import Opening
 from .nonlinear_features import NonlinearFeatures
 from .source_features import SourceFeatures
 from .translator import CacheTranslator
 
 CONFIG, TENSORS = "translator_config.json", "translator.safetensors"
-_FORMAT = 1
+_FORMAT, _MIXTURE_FORMAT = 1, 2  # releases that know no mixtures would serve the first expert alone
 _ROLES = ("keys", "values")
 _FEATURES = {
     "features": (NativeFeatures, ("mean", "projection")),
@@ -38,13 +40,7 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tensors: dict[str, torch.Tensor] = {}
     for role in _ROLES:
-        for layer_idx, layer_map in enumerate(getattr(translator, role)):
-            if layer_map is None:
-                continue
-            name = f"layers.{layer_idx}.{role}"
-            tensors[f"{name}.weight"] = layer_map.weight.to(dtype)
-            tensors[f"{name}.mean_x"] = layer_map.mean_x
-            tensors[f"{name}.mean_y"] = layer_map.mean_y
+        tensors |= _map_tensors(role, getattr(translator, role), dtype)
         for name in ("r2", "reach"):
             if role in getattr(translator, name):
                 tensors[f"{name}.{role}"] = getattr(translator, name)[role]
@@ -57,8 +53,9 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
     for name, (_, parts) in _FEATURES.items():
         if (kind := getattr(translator, name)) is not None:
             tensors |= {f"{name}.{part}": getattr(kind, part) for part in parts}
+    mixture = translator.mixture
     config = {
-        "format": _FORMAT,
+        "format": _FORMAT if mixture is None else _MIXTURE_FORMAT,
         "source": translator.source.to_dict(),
         "target": translator.target.to_dict(),
         "sink_tokens": translator.sink_tokens,
@@ -68,6 +65,13 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
         "blocks": {role: [None if maps is None else maps.blocks for maps in getattr(translator, role)] for role in _ROLES},
         "summary": translator.summary,
     }
+    if mixture is not None:
+        router = mixture.router
+        tensors["router.weight"], tensors["router.bias"] = router.weight, router.bias
+        for role in _ROLES:
+            for expert, maps in enumerate(getattr(mixture, role), 1):
+                tensors |= _map_tensors(role, maps, dtype, f"experts.{expert}.")
+        config["mixture"] = {"experts": router.experts, "layers": router.layers, "roles": router.roles}
     save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return folder
@@ -91,40 +95,46 @@ def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTransl
         return found
 
     target = ModelIdentity.from_dict(config["target"])
-    maps = {
-        role: tuple(
+
+    def maps(role: str, of: str = "") -> tuple[LayerMap | None, ...]:
+        return tuple(
             None
             if blocks is None
             else LayerMap(
                 tuple(tuple(SourceHead(*block) for block in heads) for heads in blocks),
-                tensor(f"layers.{i}.{role}.weight").float(),
-                tensor(f"layers.{i}.{role}.mean_x"),
-                tensor(f"layers.{i}.{role}.mean_y"),
+                tensor(f"{of}layers.{i}.{role}.weight").float(),
+                tensor(f"{of}layers.{i}.{role}.mean_x"),
+                tensor(f"{of}layers.{i}.{role}.mean_y"),
             )
             for i, blocks in enumerate(config["blocks"][role])
         )
-        for role in _ROLES
-    }
+
+    mixture, opening = None, None
+    if "mixture" in config:
+        mixed = config["mixture"]
+        router = Router(tuple(mixed["layers"]), tuple(mixed["roles"]), tensor("router.weight"), tensor("router.bias"))
+        further = [f"experts.{expert}." for expert in range(1, mixed["experts"])]
+        mixture = Mixture(router, *(tuple(maps(role, of) for of in further) for role in _ROLES))
     given: dict[str, Any] = {}
     for name, (kind, parts) in _FEATURES.items():
         if f"{name}.{parts[0]}" in tensors:
             count = [config["native_layers"]] if kind is NativeFeatures else []
             given[name] = kind(*count, *[tensor(f"{name}.{part}") for part in parts])
-    opening = None
     if config["opening_ids"] is not None:
         states = {role: tuple(tensor(f"opening.{i}.{role}") for i in range(len(target.geometry))) for role in _ROLES}
         opening = Opening(tuple(config["opening_ids"]), states["keys"], states["values"])
     return CacheTranslator(
         source=ModelIdentity.from_dict(config["source"]),
         target=target,
-        keys=maps["keys"],
-        values=maps["values"],
+        keys=maps("keys"),
+        values=maps("values"),
         sink_tokens=config["sink_tokens"],
         opening=opening,
         r2={role: tensor(f"r2.{role}") for role in _ROLES if f"r2.{role}" in tensors},
         reach={role: tensor(f"reach.{role}") for role in _ROLES if f"reach.{role}" in tensors},
         summary=config["summary"],
         other_role=config.get("other_role", False),  # which earlier releases did not write
+        mixture=mixture,
         **given,
         key_norm=tensor("key_norm") if "key_norm" in tensors else None,
     )
@@ -151,6 +161,17 @@ def size_mb(folder: str | Path) -> float:
     return sum((Path(folder) / name).stat().st_size for name in (CONFIG, TENSORS)) / 1e6
 
 
+def _map_tensors(role: str, maps: Iterable[LayerMap | None], dtype: torch.dtype, of: str = "") -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for layer_idx, layer_map in enumerate(maps):
+        if layer_map is not None:
+            name = f"{of}layers.{layer_idx}.{role}"
+            tensors[f"{name}.weight"] = layer_map.weight.to(dtype)
+            tensors[f"{name}.mean_x"] = layer_map.mean_x
+            tensors[f"{name}.mean_y"] = layer_map.mean_y
+    return tensors
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -158,8 +179,8 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ArtefactError(f"{path} does not exist: is this the folder that save_pretrained wrote?") from error
     except json.JSONDecodeError as error:
         raise ArtefactError(f"{path} is not valid JSON ({error}): save the translator again.") from error
-    if config.get("format") != _FORMAT:
-        raise ArtefactError(f"{path} has format {config.get('format')!r}; this release reads format {_FORMAT}.")
+    if config.get("format") not in (_FORMAT, _MIXTURE_FORMAT):
+        raise ArtefactError(f"{path} has format {config.get('format')!r}; this release reads formats {_FORMAT} and {_MIXTURE_FORMAT}.")
     return config
 
 

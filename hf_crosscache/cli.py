@@ -66,6 +66,7 @@ def _fit(args: argparse.Namespace) -> None:
         other_role=args.other_role,
         match_variance=args.match_variance,
         attention_weights=args.attention_weights,
+        experts=args.experts,
     )
     translator.save_pretrained(args.out, dtype=getattr(torch, args.save_dtype))
     _print_info(args.out)
@@ -249,7 +250,8 @@ def _print_info(folder: Path) -> None:
             f"{layer.num_key_value_heads} heads of {layer.head_dim})"
         )
     native = f", first {translator.native_layers} layers" if translator.native_layers else ""
-    print(f"support {summary['support']}, k = {summary['k']}; first {translator.sink_tokens} tokens{native} native")
+    experts = "" if translator.mixture is None else f", {translator.mixture.router.experts} experts"
+    print(f"support {summary['support']}, k = {summary['k']}{experts}; first {translator.sink_tokens} tokens{native} native")
     print(f"fitted on {summary['tokens']:,} tokens of {summary['documents']} documents in {summary['fit_seconds']} s")
     print("held-out R2: " + ", ".join(f"{role} {r2.mean():.3f}" for role, r2 in translator.r2.items()))
     if "refined" in summary:

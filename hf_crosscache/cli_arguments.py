@@ -37,6 +37,7 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     fit.add_argument("--batch-size", type=int, default=8, help="windows read at once")
     fit.add_argument("--sink-tokens", type=int, default=4, help="first positions that stay native")
     _add_native(fit)
+    fit.add_argument("--experts", type=int, default=1, help="sets of maps, up to 4; a router chooses one of them for each token")
     _add_panels(fit)
     fit.add_argument("--match-variance", action="store_true", help="let mapped values vary as the target's own do; without refining")
     fit.add_argument("--save-dtype", choices=["bfloat16", "float32"], default="bfloat16")

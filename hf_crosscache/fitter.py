@@ -12,7 +12,7 @@ import torch
 from . import ops, ridge
 from .errors import CalibrationError, GeometryError
 from .geometry import CacheGeometry
-from .maps import LayerMap
+from .maps import FittedMaps, LayerMap
 from .moments import WeightedMoments
 from .panels import blocks_of
 from .states import PairedStates, RoleStates
@@ -21,17 +21,6 @@ Support = Literal["head", "full"]
 Split = Literal["fit", "validation"]
 _SCREENING_ALPHA = 1e-4
 _CHUNK_ELEMENTS = 1 << 28  # elements of the Gram matrices that are solved at once: 2 GiB
-
-
-@dataclass(frozen=True)
-class FittedMaps:
-    """What a fit yields for some target layers: the maps, held-out R2 `[layers, heads]` and reach `[layers]`, of each role."""
-
-    keys: tuple[LayerMap, ...]
-    values: tuple[LayerMap, ...]
-    r2: dict[str, torch.Tensor]
-    reach: dict[str, torch.Tensor]
-    alpha: dict[str, float]
 
 
 class TranslatorFitter:
@@ -120,6 +109,8 @@ class TranslatorFitter:
     def fit(self) -> FittedMaps:
         """Choose the inputs and alpha on the validation moments, and solve on the fit moments.
 
+        The moments are let go then, the choice of inputs stays: with further rows, `fit` solves for the same inputs.
+
         Raises:
             CalibrationError: a split has no rows, or too few for the number of inputs.
         """
@@ -129,6 +120,7 @@ class TranslatorFitter:
             values=solved["values"].maps,
             r2={name: role.r2 for name, role in solved.items()},
             reach={name: role.reach for name, role in solved.items()},
+            held_out={name: role.held_out for name, role in solved.items()},
             alpha={name: role.alpha for name, role in solved.items()},
         )
 
@@ -155,6 +147,7 @@ class _SolvedRole:
     maps: tuple[LayerMap, ...]
     r2: torch.Tensor
     reach: torch.Tensor
+    held_out: torch.Tensor
     alpha: float
 
 
@@ -275,7 +268,7 @@ class _RoleFitter:
             some = slice(start, start + at_once)
             fit_chunk, validation_chunk = fit.groups(some), validation.groups(some)
             candidates = self.candidates[some].to(fit.sum_x.device)
-            if self.plan.k < self.plan.candidates:
+            if self.plan.k + self.given < candidates.shape[1]:
                 kept = ridge.greedy_select(fit_chunk, validation_chunk, self.block_width, self.plan.k, _SCREENING_ALPHA, self.given)
                 within = torch.arange(self.block_width, device=kept.device)
                 columns = (kept[:, :, None] * self.block_width + within).flatten(1)
@@ -284,16 +277,19 @@ class _RoleFitter:
             pairs.append((fit_chunk, validation_chunk))
             chosen.append(candidates.cpu())
         self._moments.clear()
+        self.candidates = torch.cat(chosen)
         alpha = self._select_alpha(pairs)
         solutions = [ridge.solve(fit_chunk, alpha) for fit_chunk, _ in pairs]
         mean_square = fit.mean_y.square() + fit.variance_y
         head_dim = self.plan.target.layers[0].head_dim
         scores = [ridge.r2(s, v, head_dim) for s, (_, v) in zip(solutions, pairs, strict=True)]
         heads = self.plan.target.layers[0].num_key_value_heads
+        spread = (validation.variance_y * validation.total[:, None]).reshape(-1, heads, head_dim).sum(-1)
         return _SolvedRole(
-            maps=self._layer_maps(solutions, torch.cat(chosen)),
+            maps=self._layer_maps(solutions, self.candidates),
             r2=torch.cat([s.flatten() for s in scores]).view(-1, heads).float().cpu(),
             reach=mean_square.reshape(len(self.plan.target_layers), -1).amax(1).sqrt().float().cpu(),
+            held_out=spread.cpu(),
             alpha=alpha,
         )
 

@@ -12,7 +12,8 @@ from .calibration import Calibration
 from .feature_choice import choose_panels, screening_tokens
 from .fitter import Support, TranslatorFitter
 from .key_norm import inverse_key_norms
-from .maps import LayerMap
+from .maps import FittedMaps, LayerMap
+from .mixture_fitting import ExpertFitters, as_mixture, fit_router, mixture_r2
 from .placement import device_of
 from .translator import CacheTranslator
 
@@ -32,6 +33,7 @@ def fit_translator(
     other_role: bool = False,
     match_variance: bool = False,
     attention_weights: bool = False,
+    experts: int = 1,
     layers_per_pass: int | None = None,
 ) -> CacheTranslator:
     """Fit a translator from calibration texts.
@@ -53,6 +55,9 @@ def fit_translator(
             shrinks by the square root of its R2. For a translator that is not going to be refined.
         attention_weights: whether rows count by the attention that they receive from the target's later queries (`received` in
             attention_weights.py), head by head, keys and values apart; held-out R2 is weighted likewise.
+        experts: how many sets of maps, up to 4, of which a router chooses one for each token, by the cluster it lies in: a mixture, whose
+            serving takes no more products than one set. Its experts read the same heads; one of too few rows shares the maps of all rows.
+            That takes another reading of the texts.
         layers_per_pass: target layers fitted in one pass, None for as many as the free memory of the target's device holds.
 
     Returns:
@@ -67,13 +72,14 @@ def fit_translator(
         nonlinear_features=nonlinear_features,
         other_role=other_role,
     )
+    router = fit_router(calibration, experts, panels) if experts != 1 else None
     mapped = range(native, len(target))
     settings: dict[str, Any] = {"support": support, "k": k, "candidates": candidates, "features": panels.width, "other_role": other_role}
     plan = TranslatorFitter(source, target, target_layers=mapped, **settings)
     if layers_per_pass is None:
-        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model))
+        layers_per_pass = _layers_that_fit(plan, device_of(calibration.target_model), experts)
     passes = [mapped[start : start + layers_per_pass] for start in range(0, len(mapped), layers_per_pass)]
-    fitted = []
+    fitted, of_experts = [], []
     for number, layers in enumerate(passes, 1):
         of = f" ({number}/{len(passes)})" if len(passes) > 1 else ""
         fitter = TranslatorFitter(source, target, target_layers=layers, **settings)
@@ -84,13 +90,18 @@ def fit_translator(
         for states, split in calibration.states(f"fit{of}", panels=panels, attention_weights=attention_weights):
             fitter.update(states, split)
         fitted.append(fitter.fit())
+        if router is not None:
+            fitters = ExpertFitters(router, fitter, fitted[-1])
+            for states, split in calibration.states(f"experts{of}", panels=panels, attention_weights=attention_weights):
+                fitters.update(states, split)
+            of_experts.append(fitters.fit())
     values = [layer_map for maps in fitted for layer_map in maps.values]
     if match_variance:
         values = [
             _at_full_variance(layer_map, r2) for layer_map, r2 in zip(values, torch.cat([m.r2["values"] for m in fitted]), strict=True)
         ]
     own = torch.ones(native, target.layers[0].num_key_value_heads)
-    return CacheTranslator(
+    translator = CacheTranslator(
         source=calibration.source,
         target=calibration.target,
         keys=(*[None] * native, *[layer_map for maps in fitted for layer_map in maps.keys]),
@@ -125,6 +136,12 @@ def fit_translator(
             "device": torch.cuda.get_device_name() if calibration.target_model.device.type == "cuda" else "cpu",
         },
     )
+    if router is None:
+        return translator
+    r2 = {role: torch.cat([mixture_r2(maps, shared, role) for maps, shared in zip(of_experts, fitted, strict=True)]) for role in _ROLES}
+    if match_variance:
+        of_experts = [[_matched(maps) for maps in each] for each in of_experts]
+    return as_mixture(translator, router, of_experts, r2)
 
 
 def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
@@ -132,10 +149,14 @@ def _at_full_variance(layer_map: LayerMap, r2: torch.Tensor) -> LayerMap:
     return replace(layer_map, weight=layer_map.weight * r2.clamp(_LEAST_R2, 1).rsqrt()[:, None, None])
 
 
-def _layers_that_fit(plan: TranslatorFitter, device: torch.device) -> int:
+def _matched(maps: FittedMaps) -> FittedMaps:
+    return replace(maps, values=tuple(map(_at_full_variance, maps.values, maps.r2["values"])))
+
+
+def _layers_that_fit(plan: TranslatorFitter, device: torch.device, experts: int) -> int:
     """Target layers whose statistics fill at most half of the free memory; the solver works beside them."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 8 << 30
-    needed, layers = max(plan.moments_bytes().values()), len(plan.target_layers)
+    needed, layers = experts * max(plan.moments_bytes().values()), len(plan.target_layers)
     if needed <= free // 2:
         return layers
     return max(1, layers * (free // 2) // needed)

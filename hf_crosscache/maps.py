@@ -55,6 +55,24 @@ class LayerMap:
         return replace(self, **{n: getattr(self, n).to(device) for n in ("weight", "mean_x", "mean_y")})
 
 
+@dataclass(frozen=True)
+class FittedMaps:
+    """What a fit yields for some target layers, of each role.
+
+    keys, values: the maps.
+    r2: held-out share of variance explained, `[layers, heads]`; held_out: that variance, summed over the rows by their weight, alike.
+    reach: largest root mean square of a dimension of the target's states, `[layers]`.
+    alpha: the ridge that did best on held-out rows.
+    """
+
+    keys: tuple[LayerMap, ...]
+    values: tuple[LayerMap, ...]
+    r2: dict[str, torch.Tensor]
+    reach: dict[str, torch.Tensor]
+    held_out: dict[str, torch.Tensor]
+    alpha: dict[str, float]
+
+
 @dataclass(frozen=True, eq=False)
 class PackedMaps:
     """The maps of N target layers of one shape, ready for one launch.

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from . import ops
 from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope
+
+
+class StatesByLayer(Protocol):
+    """A source's states: a dict will do."""
+
+    def __getitem__(self, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 @dataclass(frozen=True)

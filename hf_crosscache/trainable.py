@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from .errors import GeometryError
 from .maps import LayerMap
+from .mixture import Mixture
 from .rope import RotaryTable, apply_rope, to_interleaved
 from .states import LayerStates
+from .trainable_mixture import Translated, by_expert
 from .translator import CacheTranslator
 
 _ROLES = ("keys", "values")
@@ -35,7 +38,7 @@ class Spread:
 
 
 class TrainableMaps(torch.nn.Module):
-    """The maps of the translated layers, stacked by role, as a step away from where they began.
+    """The maps of the translated layers, stacked by role, as a step away from where they began; those of a mixture expert by expert.
 
         y = (x - mean_x) (W0 + diag(1 / std_x) (C + 0.3 I)^-1/2 U diag(std_y)) + mean_y + std_y u
 
@@ -52,6 +55,7 @@ class TrainableMaps(torch.nn.Module):
     def __init__(self, translator: CacheTranslator, source: LayerStates, target: LayerStates) -> None:
         super().__init__()
         self.translator = translator
+        self.further = torch.nn.ModuleList(TrainableMaps(expert, source, target) for expert in translator.experts[1:])
         self.mapped = range(translator.native_layers, len(translator.target.geometry))
         self.rotary: Sequence[RotaryTable] = translator.target.geometry.rotary
         self.key_norm: torch.Tensor | None
@@ -81,7 +85,7 @@ class TrainableMaps(torch.nn.Module):
             self.register_parameter(f"{role}_step", torch.nn.Parameter(torch.zeros_like(tensors["weight"])))
             self.register_parameter(f"{role}_bias_step", torch.nn.Parameter(torch.zeros_like(writes)))
 
-    def forward(self, source: LayerStates, target_position_ids: torch.Tensor, dtype: torch.dtype) -> dict[int, tuple[torch.Tensor, ...]]:
+    def forward(self, source: LayerStates, target_position_ids: torch.Tensor, dtype: torch.dtype) -> Translated:
         """Translate a batch.
 
         Args:
@@ -92,10 +96,18 @@ class TrainableMaps(torch.nn.Module):
         Returns:
             target layer -> keys, rotated, and values, `[B, H, T, D]`.
         """
+        mixture = self.translator.mixture
+        if mixture is None:
+            return self._translated(source, target_position_ids, dtype)
+        translates = [partial(maps._translated, dtype=dtype) for maps in (self, *self._further())]
+        return by_expert(translates, mixture.router.route(mixture.router.of(source)), source, target_position_ids)
+
+    def _translated(self, source: LayerStates, target_position_ids: torch.Tensor, dtype: torch.dtype) -> Translated:
+        """Translate a batch by the maps of one expert."""
         inputs = {role: self._inputs(source, role, dtype) for role in _ROLES}
         maps = {role: self._maps(role) for role in _ROLES}
         tables: dict[RotaryTable, tuple[torch.Tensor, torch.Tensor]] = {}
-        translated = {}
+        translated: Translated = {}
         for at, layer_idx in enumerate(self.mapped):
             keys, values = (self._map(inputs[role], role, at, *maps[role]) for role in _ROLES)
             if self.key_norm is not None:
@@ -120,7 +132,15 @@ class TrainableMaps(torch.nn.Module):
             mean_x = self._part(role, "mean_x").cpu()
             maps = [LayerMap(before[i].blocks, weight[i], mean_x[i], mean_y[i]) for i in range(len(before))]
             sides[role] = (*[None] * self.translator.native_layers, *maps)
-        return replace(self.translator.to("cpu"), keys=sides["keys"], values=sides["values"])
+        translator = replace(self.translator.to("cpu"), keys=sides["keys"], values=sides["values"])
+        if translator.mixture is None:
+            return translator
+        further = [maps.to_translator() for maps in self._further()]
+        return replace(translator, mixture=Mixture(translator.mixture.router, *zip(*((t.keys, t.values) for t in further), strict=True)))
+
+    def _further(self) -> list[TrainableMaps]:
+        """The maps of a mixture's further experts."""
+        return [maps for maps in self.further if isinstance(maps, TrainableMaps)]
 
     def _part(self, role: str, name: str) -> torch.Tensor:
         return getattr(self, f"{role}_{name}")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from . import ops
-from .built_panels import BuiltPanels, gathered
+from .built_panels import BuiltPanels, Pair, gathered
 from .compat import uncompiled
 from .context import Context
 from .errors import GeometryError, HandOffError
 from .first_layers import FirstLayers
+from .mixture import Mixture
 from .native_states import NativeStates
+from .routing import Experts, translate_routed
 from .source import SourceStates
 from .stopwatch import Stopwatch
 from .translator import CacheTranslator
@@ -61,6 +64,7 @@ class PendingTranslation:
         self._pending = set(range(len(translator.target.geometry)))
         self._ready: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values `[B, H, kept or more, D]`
         self._panels = BuiltPanels(translator.panels, start, None if first is None else first.hidden)
+        self._experts: Experts | None = None  # of a mixture, those of the slots from `start` on
         self._unchecked: list[tuple[range, torch.Tensor]] = []  # groups whose flags the device may not have written yet
         self._failure: HandOffError | None = None  # once found, said of every layer that is still to be taken
 
@@ -214,21 +218,47 @@ class PendingTranslation:
     def _map(self, layers: range, context: Context, begin: int, out: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Translate the slots from `begin` on into `out` `[2, N, B, H, T, D]`; return the flags of its states, `[N, 2]`."""
         read, by_values = self.translator.read_by(layers)
+        mixture = self.translator.mixture
+        experts = None if mixture is None else self._routed(mixture)
+        source, row = self._read(read, by_values, context, begin, device)
+        position_ids, among = self._position_ids(context, device)[:, begin:], self._run_of(layers.start)
+        if experts is None:
+            flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
+        else:
+            tokens = experts.tokens(begin, self.length, device)
+            flags = translate_routed(self.translator, tokens, layers, source, position_ids, self.length, out[0], out[1], row, among)
+        return self._flag_wild(layers, out, flags)
+
+    def _read(
+        self, layers: Collection[int], by_values: Collection[int], context: Context, begin: int, device: torch.device
+    ) -> tuple[dict[int, Pair], int]:
+        """Keys and values of some layers of the source and panels, and the row in them of slot `begin`."""
         own = len(self.translator.source.geometry)
-        source = {layer: self.source.on(layer, device) for layer in read if layer < own}
+        source = {layer: self.source.on(layer, device) for layer in layers if layer < own}
         row = begin
         if context.source_rows is not None:
             slots = slice(begin, self.length)
             source = {i: (gathered(keys, context, slots), gathered(values, context, slots)) for i, (keys, values) in source.items()}
             row = 0
-        whole = self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
-        source |= self._panels.of(read, by_values, self.source, context, whole, device, begin)
+        whole = self._position_ids(context, device)
+        source |= self._panels.of(layers, by_values, self.source, context, whole, device, begin)
         if self._panels.features_built:
             self.source = self.source.read_by(self.translator.map_readers)
-        position_ids = whole[:, begin:]
-        among = self._run_of(layers.start)
-        flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
-        return self._flag_wild(layers, out, flags)
+        return source, row
+
+    def _position_ids(self, context: Context, device: torch.device) -> torch.Tensor:
+        """Positions of all slots, int32 `[B or 1, length]`."""
+        return self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
+
+    def _routed(self, mixture: Mixture) -> Experts:
+        """Which expert serves each slot from `start` on, found out once."""
+        if self._experts is None:
+            device = self.source.device
+            context = self.context.on(device)
+            source, row = self._read(mixture.router.layers, (), context, self.start, device)
+            position_ids = self._position_ids(context, device)[:, self.start :]
+            self._experts = Experts.of(self.translator, mixture, source, position_ids, row, self.start)
+        return self._experts
 
     def _flag_wild(self, layers: range, out: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
         """Add 2 to the flags of states that are far beyond what the fit saw of the target's own, at some positions."""

@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,17 +16,13 @@ from .errors import HandOffWarning
 from .features import NativeFeatures
 from .identity import ModelIdentity
 from .maps import LayerMap, PackedMaps
+from .mixture import Mixture
 from .native_states import Opening
 from .nonlinear_features import NonlinearFeatures
 from .panels import Panels
-from .rope import NO_ROTATION, RotaryStack, RotaryTable, strip_rope, to_half_split, to_interleaved
+from .rope import NO_ROTATION, RotaryStack, strip_rope, to_half_split, to_interleaved
 from .source_features import SourceFeatures
-
-
-class StatesByLayer(Protocol):
-    """A source's states: a dict will do."""
-
-    def __getitem__(self, layer_idx: int, /) -> tuple[torch.Tensor, torch.Tensor]: ...
+from .states import StatesByLayer
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +31,7 @@ class CacheTranslator:
 
     keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
     key_norm: `[layers, D]` inverse weights of the target's norm of keys, to which mapped keys are brought back; None where it has none.
+    mixture: further sets of maps and the router that chooses among them for each token, keys and values being the first; None for one set.
     features: what every map reads of the target's native layers, beside source heads; None without native layers.
     source_features, nonlinear_features: what else every map reads; None where there are none.
     other_role: whether some keys are mapped from values, and values from keys.
@@ -60,7 +57,16 @@ class CacheTranslator:
     source_features: SourceFeatures | None = None
     nonlinear_features: NonlinearFeatures | None = None
     other_role: bool = False
+    mixture: Mixture | None = None
     _prepared: dict[Any, Any] = field(init=False, repr=False, default_factory=dict)  # what launches read, packed on first use
+
+    @cached_property
+    def experts(self) -> tuple[CacheTranslator, ...]:
+        """A translator for each set of maps of a mixture; itself where there is one set."""
+        if self.mixture is None:
+            return (self,)
+        sides = [(self.keys, self.values), *zip(self.mixture.keys, self.mixture.values, strict=True)]
+        return tuple(replace(self, keys=keys, values=values, mixture=None) for keys, values in sides)
 
     @property
     def native_layers(self) -> int:
@@ -94,10 +100,11 @@ class CacheTranslator:
 
     @cached_property
     def map_readers(self) -> dict[int, int]:
-        """Source layer -> the target layers whose maps read it, in either role, as bits: bit i is target layer i."""
+        """Source layer -> the target layers whose maps, or router, read it, in either role, as bits: bit i is target layer i."""
         read: dict[int, int] = {}
+        routed_by = () if self.mixture is None else self.mixture.router.layers
         for layer_idx in range(len(self.target.geometry)):
-            for layer in self.source_layers(layer_idx):
+            for layer in self.source_layers(layer_idx).union(routed_by if layer_idx >= self.native_layers else ()):
                 source = self.panels.read_through(layer)
                 if source is not None:
                     read[source] = read.get(source, 0) | 1 << layer_idx
@@ -162,11 +169,11 @@ class CacheTranslator:
         pairs = [source[layer] for layer in maps.source_layers]
         keys, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         for at, layer in enumerate(maps.source_layers):
-            if self._source_tables[layer].interleaved:
-                keys[at] = to_half_split(keys[at], self._source_tables[layer].rotary_dim)
+            if self.panels.rotary[layer].interleaved:
+                keys[at] = to_half_split(keys[at], self.panels.rotary[layer].rotary_dim)
         rotary = self._source_rotary
         if rotary is None:  # layers that rotate different numbers of dimensions are stripped one by one
-            tables = [self._source_tables[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
+            tables = [self.panels.rotary[layer].cos_sin(source_position_ids, dtype) for layer in maps.source_layers]
             rows = slice(begin, begin + source_position_ids.shape[1])
             keys = [strip_rope(states[:, :, rows], *table) for states, table in zip(keys, tables, strict=True)]
             values = [states[:, :, rows] for states in values]
@@ -248,24 +255,17 @@ class CacheTranslator:
         return len({layer.num_key_value_heads for layer in self.source.geometry.layers}) > 1
 
     @cached_property
-    def _source_tables(self) -> tuple[RotaryTable, ...]:
-        """Those of the source's layers, and of the panels behind them."""
-        return self.panels.rotary
-
-    @cached_property
     def _source_rotary(self) -> RotaryStack | None:
-        tables = self._source_tables
-        return RotaryStack(tables) if len({table.rotary_dim for table in tables}) == 1 else None
+        return RotaryStack(self.panels.rotary) if len({table.rotary_dim for table in self.panels.rotary}) == 1 else None
 
     def to(self, device: torch.device | str) -> CacheTranslator:
         """Return the translator with its maps on a device, which should be that of the source cache."""
+        parts = {name: getattr(self, name) for name in ("features", "source_features", "nonlinear_features", "mixture")}
         return replace(
             self,
             keys=tuple(layer_map and layer_map.to(device) for layer_map in self.keys),
             values=tuple(layer_map and layer_map.to(device) for layer_map in self.values),
-            features=self.features and self.features.to(device),
-            source_features=self.source_features and self.source_features.to(device),
-            nonlinear_features=self.nonlinear_features and self.nonlinear_features.to(device),
+            **{name: part.to(device) for name, part in parts.items() if part is not None},
             key_norm=None if self.key_norm is None else self.key_norm.to(device),
         )
 

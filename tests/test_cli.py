@@ -113,9 +113,10 @@ def test_bench_full_support_in_another_dtype(capsys):
 
 def test_a_translator_is_fitted_with_native_layers_and_refined(tmp_path, capsys):
     texts = ["--texts", str(TEXTS)]
-    options = ["--tokens", "20000", "--window", "128", "--k", "2", "--native-layers", "2", "--native-features", "32"]
+    options = ["--tokens", "20000", "--window", "128", "--k", "2", "--native-layers", "2", "--native-features", "32", "--experts", "2"]
     assert main(["fit", SOURCE, TARGET, *texts, "--out", str(tmp_path / "t"), *options]) == 0
-    assert "first 2 layers native" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "first 2 layers native" in told and "k = 2, 2 experts" in told
     options = ["--tokens", "20000", "--window", "192", "--steps", "3", "--batch-size", "2", "--learning-rate", "1e-3"]
     assert main(["refine", str(tmp_path / "t"), *PAIR, *texts, "--out", str(tmp_path / "r"), *options]) == 0
     assert "refined in 3 steps" in capsys.readouterr().out

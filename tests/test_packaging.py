@@ -21,13 +21,14 @@ MAY_IMPORT_TRANSFORMERS = {"arithmetic", "artefact", "attention_cosine", "attent
                            "translator", "tuning"}  # fmt: skip
 ORDER = ["errors", "compat", "placement", "rope", "rotary", "geometry", "identity", "token_bytes", "token_spans",
          "alignment", "chat_spans", "ops", "states", "moments", "ridge", "features", "source_features",
-         "nonlinear_features", "key_norm", "maps", "native_states", "panels", "translator", "arithmetic", "artefact",
-         "fitter", "texts", "context", "source", "prompt", "first_tokens", "first_layers", "stopwatch", "built_panels",
-         "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache", "continuations", "handoff",
-         "attention_weights", "attention_outputs", "calibration", "attention_cosine", "intervals", "feature_choice",
-         "fitting", "trainable", "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report",
-         "tasks", "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli_arguments", "tuning",
-         "cli", "__init__"]  # fmt: skip
+         "nonlinear_features", "key_norm", "maps", "native_states", "panels", "mixture", "translator", "routing",
+         "arithmetic", "artefact", "fitter", "texts", "context", "source", "prompt", "first_tokens", "first_layers",
+         "stopwatch", "built_panels", "translation", "hand_off_report", "layers", "guard", "export", "fallback", "cache",
+         "continuations", "handoff", "attention_weights", "attention_outputs", "calibration", "attention_cosine",
+         "intervals", "feature_choice", "clusters", "mixture_fitting", "fitting", "trainable_mixture", "trainable",
+         "distillation", "refinement", "evaluation", "report", "survey", "charts", "html_report", "tasks",
+         "task_evaluation", "task_report", "lm_eval_adapter", "benchmark", "demo", "cli_arguments", "tuning", "cli",
+         "__init__"]  # fmt: skip
 
 
 def imports(path):
