@@ -38,6 +38,30 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
     if dtype not in (torch.bfloat16, torch.float32):
         raise ArtefactError(f"A translator is saved in torch.bfloat16 or torch.float32, not {dtype}.")
     folder.mkdir(parents=True, exist_ok=True)
+    mixture = translator.mixture
+    config = {
+        "format": _FORMAT if mixture is None else _MIXTURE_FORMAT,
+        "source": translator.source.to_dict(),
+        "target": translator.target.to_dict(),
+        "sink_tokens": translator.sink_tokens,
+        "opening_ids": None if translator.opening is None else list(translator.opening.token_ids),
+        "native_layers": translator.native_layers,
+        "other_role": translator.other_role,
+        "blocks": {role: [None if maps is None else maps.blocks for maps in getattr(translator, role)] for role in _ROLES},
+        "summary": translator.summary,
+    }
+    if mixture is not None:
+        router = mixture.router
+        config["mixture"] = {"experts": router.experts, "layers": router.layers, "roles": router.roles}
+    save_file(
+        {k: v.detach().cpu().clone().contiguous() for k, v in tensors_of(translator, dtype).items()}, folder / TENSORS, {"format": "pt"}
+    )
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    return folder
+
+
+def tensors_of(translator: CacheTranslator, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors of a translator by the names that they are saved under, the weights of its maps in one dtype."""
     tensors: dict[str, torch.Tensor] = {}
     for role in _ROLES:
         tensors |= _map_tensors(role, getattr(translator, role), dtype)
@@ -53,28 +77,13 @@ def save(translator: CacheTranslator, folder: Path, dtype: torch.dtype) -> Path:
     for name, (_, parts) in _FEATURES.items():
         if (kind := getattr(translator, name)) is not None:
             tensors |= {f"{name}.{part}": getattr(kind, part) for part in parts}
-    mixture = translator.mixture
-    config = {
-        "format": _FORMAT if mixture is None else _MIXTURE_FORMAT,
-        "source": translator.source.to_dict(),
-        "target": translator.target.to_dict(),
-        "sink_tokens": translator.sink_tokens,
-        "opening_ids": None if translator.opening is None else list(translator.opening.token_ids),
-        "native_layers": translator.native_layers,
-        "other_role": translator.other_role,
-        "blocks": {role: [None if maps is None else maps.blocks for maps in getattr(translator, role)] for role in _ROLES},
-        "summary": translator.summary,
-    }
-    if mixture is not None:
-        router = mixture.router
+    if translator.mixture is not None:
+        router = translator.mixture.router
         tensors["router.weight"], tensors["router.bias"] = router.weight, router.bias
         for role in _ROLES:
-            for expert, maps in enumerate(getattr(mixture, role), 1):
+            for expert, maps in enumerate(getattr(translator.mixture, role), 1):
                 tensors |= _map_tensors(role, maps, dtype, f"experts.{expert}.")
-        config["mixture"] = {"experts": router.experts, "layers": router.layers, "roles": router.roles}
-    save_file({k: v.detach().cpu().clone().contiguous() for k, v in tensors.items()}, folder / TENSORS, {"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return folder
+    return tensors
 
 
 def load(name_or_folder: str | Path, revision: str | None = None) -> CacheTranslator:

@@ -103,6 +103,7 @@ def _tune(args: argparse.Namespace) -> None:
         k=args.k,
         native_layers=args.native_layers,
         native_features=args.native_features,
+        source_features=args.source_features,
         recompute_last=args.recompute_last,
         fit_tokens=args.fit_tokens,
         folder=args.out,

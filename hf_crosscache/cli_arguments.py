@@ -61,6 +61,7 @@ def parser_of(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     tune.add_argument("--native-layers", type=int, nargs="+", help="to try; default those that fit the budget, up to half of the layers")
     tune.add_argument("--recompute-last", type=int, nargs="+", default=[0, 4, 16, 64], help="last tokens left to the target, to try")
     tune.add_argument("--native-features", type=int, help="directions of the hidden state that maps read; default all")
+    tune.add_argument("--source-features", type=int, help="directions of all source states together that maps read; default none")
     tune.add_argument("--fit-tokens", type=int, default=300_000, help="calibration tokens of each fit")
     tune.add_argument("--refine", action="store_true", help="refine the one that is kept")
     _add_refinement(tune)

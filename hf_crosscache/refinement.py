@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast, reduce
 from tqdm.auto import tqdm
 
+from .artefact import tensors_of
 from .calibration import Calibration
 from .distillation import Distillation, HeldOut
 from .errors import CalibrationError
@@ -255,9 +256,8 @@ class _Trainer:
 
 
 def _fingerprint(translator: CacheTranslator, calibration: Calibration, settings: Refinement) -> str:
-    """Say what a refinement is of: maps, windows and settings, but for the time it may take."""
+    """Say what a refinement is of: translator, windows and settings, but for the time it may take."""
     digest = hashlib.sha256(repr({**asdict(settings), "learning_rates": tuple(settings.learning_rates), "minutes": None}).encode())
-    tensors = [m.weight for side in (translator.keys, translator.values) for m in side if m is not None]
-    for tensor in (*tensors, *calibration.windows.values()):
+    for tensor in (*tensors_of(translator, torch.float32).values(), *calibration.windows.values()):
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -49,6 +49,7 @@ def tune_translator(
     k: int = 8,
     native_layers: Sequence[int] | None = None,
     native_features: int | None = None,
+    source_features: int | None = None,
     recompute_last: Sequence[int] = (0, 4, 16, 64),
     fit_tokens: int = 300_000,
     folder: str | Path | None = None,
@@ -62,7 +63,7 @@ def tune_translator(
         budget: share of the prefill's arithmetic that a hand-off may cost.
         context_tokens, windows: of the measurement, with 128 tokens behind each context.
         native_layers: numbers to try; None for none, one, and every further one up to the budget, or the nearest eight of them.
-        native_features, k, fit_tokens: as `fit_translator` and `Calibration` take them.
+        native_features, source_features, k, fit_tokens: as `fit_translator` and `Calibration` take them.
         recompute_last: numbers of last tokens to try.
         folder: where every translator tried is kept, as `native-<layers>`; None keeps the chosen one alone.
 
@@ -83,7 +84,8 @@ def tune_translator(
     translators: dict[int, CacheTranslator] = {}
     for native in tried:
         calibration = Calibration(source_model, target_model, tokenizer, documents, tokens=fit_tokens, native_layers=native)
-        translator = fit_translator(calibration, k=k, native_features=native_features if native else None)
+        of_target = {"native_features": native_features} if native else {}
+        translator = fit_translator(calibration, k=k, source_features=source_features, **of_target)
         translators[native] = translator
         if folder is not None:
             translator.save_pretrained(Path(folder) / f"native-{native}")

@@ -44,7 +44,8 @@ def test_the_best_within_the_budget_is_kept(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "qwen3-large")
     pair = pocket_model("qwen3-small"), pocket_model("qwen3-large"), tokenizer
     settings = {"windows": 8, "k": 2, "fit_tokens": 16_000, "native_layers": (0, 3), "recompute_last": (0, 32), "context_tokens": 128}
-    chosen = tune_translator(*pair, TEXTS, budget=0.6, folder=tmp_path, **settings)
+    chosen = tune_translator(*pair, TEXTS, budget=0.6, source_features=16, folder=tmp_path, **settings)
+    assert chosen.summary["source_features"] == 16
     frontier, tuned = chosen.summary["frontier"], chosen.summary["tuned"]
     assert [p["cost"] for p in frontier] == sorted(p["cost"] for p in frontier) and len(frontier) == 4
     affordable = [p for p in frontier if p["cost"] <= 0.6]
