@@ -84,8 +84,8 @@ def tune_translator(
     translators: dict[int, CacheTranslator] = {}
     for native in tried:
         calibration = Calibration(source_model, target_model, tokenizer, documents, tokens=fit_tokens, native_layers=native)
-        of_target = {"native_features": native_features} if native else {}
-        translator = fit_translator(calibration, k=k, source_features=source_features, **of_target)
+        of_target = native_features if native else None
+        translator = fit_translator(calibration, k=k, native_features=of_target, source_features=source_features)
         translators[native] = translator
         if folder is not None:
             translator.save_pretrained(Path(folder) / f"native-{native}")
