@@ -58,6 +58,14 @@ class TokenAlignment:
         slots = torch.arange(1, self.translated.shape[1] + 1)
         return int((self.translated.cpu() * slots).amax(1).min()) if self.translated.numel() else 0
 
+    def rolled(self) -> TokenAlignment:
+        """Return the alignment of a batch whose last row was made the first."""
+        names = [field.name for field in fields(self) if field.name != "overlap"]
+        rows = (self.overlap.row + 1) % len(self.source_index)
+        order = rows.argsort(stable=True)
+        overlap = OverlapWeights(rows[order], *(getattr(self.overlap, n)[order] for n in ("target_index", "source_index", "weight")))
+        return replace(self, overlap=overlap, **{name: getattr(self, name).roll(1, 0) for name in names})
+
     def to(self, device: torch.device | str) -> TokenAlignment:
         """Return the alignment on a device."""
         return _moved(self, device)

@@ -10,8 +10,10 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from . import first_layers, first_tokens
+from .alignment import TokenAlignment
 from .compat import states_of
 from .context import Context
+from .contexts import context_of
 from .errors import HandOffError
 from .export import dynamic_cache, static_cache
 from .fallback import read_instead
@@ -38,7 +40,6 @@ class TranslatedCache(Cache):
     """A target model's cache of a context that only the source model has read.
 
     Use it wherever transformers takes a cache:
-
         source(**context, past_key_values=source_cache)
         cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=prompt.input_ids)
         target.generate(**prompt, past_key_values=cache)        # `cache=cache` from transformers 5.24 on
@@ -47,9 +48,7 @@ class TranslatedCache(Cache):
     last `recompute_last` positions are left out, so that the target reads those tokens itself. What lies between is translated on first
     use, layer by layer, or on CUDA some layers at a time; `translate()` does all at once. Layers of sliding-window attention get the
     window alone. After that the cache behaves as a `DynamicCache` that holds the same tensors; before it, every operation gives what it
-    would give then.
-
-    The target model is guarded from then on (`hf_crosscache.guard`).
+    would give then. The target model is guarded from then on (`hf_crosscache.guard`).
 
     Args:
         source_cache: the source model's cache of the context: a `Cache` that has kept every position, a `generate` output that holds one,
@@ -60,6 +59,7 @@ class TranslatedCache(Cache):
         input_ids: `[B, >= T]` token ids of the whole prompt, or of the context at least.
         attention_mask: `[B, L]` of that prompt, as `generate` is given it; needed for padded batches alone, which are padded on the left.
         source_attention_mask: `[B, T]` as the source read the context, where its padding is not that of the prompt (on the right, say).
+        alignment: of the prompt's tokens with the source's, where the two models have different tokenizers (`Retokenizer`).
         sink_tokens: leading tokens of each row that are the target's own; None for the translator's.
         recompute_last: trailing context positions that are left to the target. At least 1 where the prompt ends with the context,
             since `generate` needs a token to read.
@@ -83,6 +83,7 @@ class TranslatedCache(Cache):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         source_attention_mask: torch.Tensor | None = None,
+        alignment: TokenAlignment | None = None,
         sink_tokens: int | None = None,
         recompute_last: int = 1,
         on_error: OnError = "raise",
@@ -97,10 +98,10 @@ class TranslatedCache(Cache):
             raise HandOffError('on_error="prefill" needs target_model= and input_ids=, so that the target can read the context itself.')
         translator.warn_if_below(min_context_recovered)
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
-        context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
+        context = context_of(translator, source, recompute_last, attention_mask, source_attention_mask, alignment, sink_tokens)
         self._prompt = Prompt.of(input_ids, attention_mask, source, context, target_model)
         self._target_model, self._on_error, self._hand_off = target_model, on_error, None
-        self._report = HandOffReport(left_to_target=source.length - context.length)
+        self._report = HandOffReport(left_to_target=(alignment or source).length - context.length)
         with self._report.native_work.on(source.device if target_model is None else device_of(target_model)):
             sinks = first_tokens.of(translator, target_model, self._prompt, sink_tokens, context)
             first = first_layers.of(translator, target_model, self._prompt, context)
@@ -198,7 +199,7 @@ class TranslatedCache(Cache):
             raise HandOffError('on_error="prefill" needs input_ids=, so that the target can read what is handed over itself.')
         start = self.get_seq_length()
         source = SourceStates(source_cache, translator.source.geometry, translator.readers)
-        context = Context.of(source.batch_size, source.length, recompute_last, attention_mask, source_attention_mask)
+        context = context_of(translator, source, recompute_last, attention_mask, source_attention_mask)
         self._prompt.check_growth(start, context, source, None if before is None else before.context)
         prompt = Prompt.of(input_ids, attention_mask, source, context, self._target_model)
         with self._report.native_work.on(source.device if self._target_model is None else device_of(self._target_model)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .alignment import TokenAlignment
 from .attention_weights import received_attention
 from .compat import prefill, states_of
-from .errors import CalibrationError, IdentityError
+from .errors import CalibrationError
 from .first_layers import attention_input
 from .fitter import Split
 from .geometry import CacheGeometry, check_positions
@@ -22,6 +23,7 @@ from .identity import ModelIdentity, same_tokenizer
 from .native_states import Opening
 from .panels import Panels
 from .placement import device_of
+from .retokenizing import Retokenizer
 from .rope import to_half_split
 from .states import LayerStates, PairedStates
 from .texts import enough, read_documents, token_windows
@@ -34,9 +36,10 @@ class Calibration:
 
     Args:
         source_model, target_model: in eval mode, anywhere; their caches are moved to the target's device.
-        tokenizer: shared by both models.
+        tokenizer: of the target; shared by both models where there is no other.
         texts: as `read_documents` takes them: files, strings, or a dataset with a "text" field.
-        source_tokenizer: the source's own tokenizer, checked to give the same ids; None where the two share one object.
+        source_tokenizer: the source's own tokenizer; None where the two share one. Where it gives other ids, each target token is paired
+            with the last source token that has read no more of the text.
         tokens: about how many tokens to fit and validate on; of a very large dataset only the first documents, some ten times as
             much text, are read.
         window: tokens of one window; positions beyond it are served by the same maps, since they see no positions.
@@ -46,8 +49,7 @@ class Calibration:
 
     Raises:
         UnsupportedModelError: a model would be translated wrongly.
-        IdentityError: the tokenizers differ.
-        CalibrationError: the texts are too few or too short.
+        CalibrationError: the texts are too few or too short, or of two tokenizers one gives back none of them.
     """
 
     def __init__(
@@ -65,15 +67,12 @@ class Calibration:
         native_layers: int = 0,
         seed: int = 0,
     ) -> None:
-        if source_tokenizer is not None and not same_tokenizer(source_tokenizer, tokenizer):
-            raise IdentityError(
-                "The source and the target have different tokenizers, so their caches do not line up token by token. "
-                "Choose two models that share one tokenizer."
-            )
         if not 0 <= sink_tokens < window:
             raise CalibrationError(f"sink_tokens = {sink_tokens} of a window of {window} tokens leaves nothing to fit.")
         self.source_model, self.target_model = source_model, target_model
-        self.source = ModelIdentity.from_model(source_model, tokenizer)
+        shared = source_tokenizer is None or same_tokenizer(source_tokenizer, tokenizer)
+        self.retokenizer = None if shared or source_tokenizer is None else Retokenizer(tokenizer, source_tokenizer)
+        self.source = ModelIdentity.from_model(source_model, tokenizer if shared else source_tokenizer)
         self.target = ModelIdentity.from_model(target_model, tokenizer)
         check_positions(source_model, self.source.geometry)
         check_positions(target_model, self.target.geometry)
@@ -83,6 +82,10 @@ class Calibration:
         self.windows = {
             split: token_windows(documents, tokenizer, split=split, length=window, count=count, seed=seed) for split, count in sizes.items()
         }
+        if self.retokenizer is not None:
+            self.windows = {split: self.retokenizer.readable(windows) for split, windows in self.windows.items()}
+            if not all(map(len, self.windows.values())):
+                raise CalibrationError("Of the texts of a split none is given back unchanged by both tokenizers: use plainer texts.")
         if not 0 <= native_layers < len(self.target.geometry):
             raise CalibrationError(
                 f"native_layers = {native_layers}: 0 to {len(self.target.geometry) - 1} of the target's layers expected."
@@ -132,30 +135,58 @@ class Calibration:
             tuple(values.cpu() for _, values in states_of(cache)),
         )
 
-    def read(self, ids: torch.Tensor) -> tuple[DynamicCache, DynamicCache, torch.Tensor | None]:
-        """Let both models read some tokens `[B, T]`.
-
-        Returns:
-            the source's cache, the target's, and what the attention of its last native layer read, `[B, T, F]`, where there is one.
-        """
-        source, _ = prefill(self.source_model, ids.to(device_of(self.source_model)))
+    def read(self, ids: torch.Tensor) -> Reading:
+        """Let both models read some tokens of the target's, `[B, T]`; what they make of the first `sink_tokens` of them is left out."""
+        device, skip, translated = device_of(self.target_model), self.sink_tokens, None
+        if self.retokenizer is None:
+            cache, _ = prefill(self.source_model, ids.to(device_of(self.source_model)))
+            source = layer_states(cache, self.source.geometry, skip, device)
+        else:
+            tokens = self.retokenizer(ids)
+            on_source = device_of(self.source_model)
+            cache, _ = prefill(self.source_model, tokens.ids.to(on_source), attention_mask=tokens.attention_mask.to(on_source))
+            alignment = tokens.alignment.to(device)
+            source = aligned_states(layer_states(cache, self.source.geometry, 0, device), alignment, skip)
+            translated = alignment.translated[:, skip:]
         sees = attention_input(self.target_model, self.native_layers - 1) if self.native_layers else nullcontext([])
         with sees as seen:
             target, _ = prefill(self.target_model, ids.to(device_of(self.target_model)))
-        return source, target, seen[0] if seen else None
+        return Reading(source, translated, target, seen[0][:, skip:].to(device) if seen else None)
 
     def paired(self, batch: torch.Tensor, attention_weights: bool = False) -> PairedStates:
         """The states of both models on some windows `[B, T]`, but for the first `sink_tokens`."""
         device, skip = device_of(self.target_model), self.sink_tokens
         listens = received_attention(self.target_model, self.target.geometry, skip=skip) if attention_weights else nullcontext()
         with listens as received:
-            source, target, hidden = self.read(batch)
+            reading = self.read(batch)
         return PairedStates(
-            layer_states(source, self.source.geometry, skip, device),
-            layer_states(target, self.target.geometry, skip, device),
+            reading.source,
+            layer_states(reading.target, self.target.geometry, skip, device),
+            sample_weight=None if reading.translated is None else reading.translated.float(),
             attention_weights=None if received is None else received.weights().to(device),
-            hidden=None if hidden is None else hidden[:, skip:].to(device),
+            hidden=reading.hidden,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What two models make of some tokens of the target's, T of them behind its first ones.
+
+    source: its states of each of them, `[B, H, T, D]`. translated: `[B, T]`, False for tokens that have no source token; None for all.
+    target: its cache, from the first token on. hidden: `[B, T, F]` what the attention of its last native layer read, where there is one.
+    """
+
+    source: LayerStates
+    translated: torch.Tensor | None
+    target: DynamicCache
+    hidden: torch.Tensor | None
+
+
+def aligned_states(states: LayerStates, alignment: TokenAlignment, skip: int) -> LayerStates:
+    """Bring a source's states `[B, H, S, D]` to the target tokens from `skip` on; keys keep the positions that they were turned to."""
+    index = alignment.source_index[:, None, skip:, None].clamp_min(0)
+    keys, values = ([s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in side] for side in (states.keys, states.values))
+    return LayerStates(keys, values, states.rotary, alignment.source_position_ids[:, skip:].int())
 
 
 def layer_states(cache: DynamicCache, geometry: CacheGeometry, skip: int, device: torch.device | str | None = None) -> LayerStates:

@@ -79,6 +79,7 @@ def _refine(args: argparse.Namespace) -> None:
         target,
         tokenizer,
         args.texts,
+        source_tokenizer=_source_tokenizer(args, translator),
         tokens=args.tokens,
         window=args.window,
         sink_tokens=translator.sink_tokens,
@@ -134,6 +135,7 @@ def _eval(args: argparse.Namespace) -> None:
         target,
         tokenizer,
         args.texts,
+        source_tokenizer=_source_tokenizer(args, translator),
         windows=args.windows,
         context_tokens=args.context_tokens,
         continuation_tokens=args.continuation_tokens,
@@ -271,8 +273,14 @@ def _load(
     target_name = args.target or translator.target.name
     source, target = _model(args.source or translator.source.name, args), _model(target_name, args)
     tokenizer = _tokenizer(target_name)
-    translator.check(source_model=source, target_model=target, tokenizer=tokenizer)
+    own = _source_tokenizer(args, translator)
+    translator.check(source_model=source, target_model=target, tokenizer=tokenizer, source_tokenizer=own)
     return translator.to(source.device), source, target, tokenizer
+
+
+def _source_tokenizer(args: argparse.Namespace, translator: CacheTranslator) -> PreTrainedTokenizerBase | None:
+    """The source's own tokenizer, where it has one."""
+    return _tokenizer(args.source or translator.source.name) if translator.two_tokenizers else None
 
 
 def _model(name: str, args: argparse.Namespace) -> PreTrainedModel:

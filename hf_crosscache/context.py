@@ -6,7 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .alignment import TokenAlignment
 from .errors import HandOffError
+
+_BY_SLOT = ("position_ids", "source_rows", "source_position_ids")
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,6 +19,7 @@ class Context:
     length: slots, the same for every row of the batch; those of left padding count.
     position_ids: int32 `[B, length]` the position of each slot's token, 0 for padding; None where slot and position are one.
     source_rows: int64 `[B, length]` the slot of the source's cache that holds each token; None where it is the same slot.
+    source_position_ids: int32 `[B, length]` the position that the source has each token at; None where both models have it at one.
     first_slots: int64 `[B]` slot of each row's first token; None where it is 0.
     """
 
@@ -23,6 +27,7 @@ class Context:
     position_ids: torch.Tensor | None = None
     source_rows: torch.Tensor | None = None
     first_slots: torch.Tensor | None = None
+    source_position_ids: torch.Tensor | None = None
     _on: dict[torch.device, Context] = field(init=False, repr=False, default_factory=dict)
 
     @classmethod
@@ -75,18 +80,44 @@ class Context:
             )
         return cls(length, rank.int(), None if same and length <= source_length else rows, first)
 
+    @classmethod
+    def aligned(cls, alignment: TokenAlignment, batch: int, source_length: int, sink_tokens: int, recompute_last: int) -> Context:
+        """The context of a target whose tokens are others than the source's: up to the last that every row has a source token for.
+
+        Raises:
+            HandOffError: the alignment is of another cache, or padded.
+        """
+        rows, position_ids = alignment.source_index.cpu(), alignment.position_ids.cpu()
+        if rows.shape[0] != batch or int(rows.max()) >= source_length:
+            raise HandOffError(
+                f"The alignment is of {rows.shape[0]} rows and source slots up to {int(rows.max())}; the source cache holds {batch} rows "
+                f"of {source_length}. Align the tokens that the source has read with those of the target's prompt."
+            )
+        if not torch.equal(position_ids, torch.arange(rows.shape[1]).expand_as(position_ids)):
+            raise HandOffError("The alignment is of padded target tokens, or begins behind the first: whole rows of one length expected.")
+        length = _left(alignment.length, recompute_last)
+        without = (~alignment.translated.cpu()[:, sink_tokens:length]).nonzero()
+        if len(without):
+            row, token = without[-1].tolist()
+            raise HandOffError(
+                f"Row {row}: the source has read nothing whole before the target's token {sink_tokens + token}. Leave the first tokens to "
+                f"the target: sink_tokens={sink_tokens + token + 1}."
+            )
+        source_position_ids = alignment.source_position_ids.cpu()[:, :length].int()
+        return cls(length, None, rows[:, :length].clamp_min(0), None, source_position_ids)
+
     def shortened(self, tokens: int) -> Context:
         """Return the context without its last slots."""
         length = max(0, self.length - tokens)
-        cut = {name: None if (ids := getattr(self, name)) is None else ids[:, :length] for name in ("position_ids", "source_rows")}
+        cut = {name: None if (ids := getattr(self, name)) is None else ids[:, :length] for name in _BY_SLOT}
         return replace(self, length=length, **cut)
 
     def on(self, device: torch.device) -> Context:
         """Return the context with its tensors on a device; kept, since every group of layers asks."""
-        if self.first_slots is None:
+        if self.first_slots is None and self.source_rows is None:
             return self
         if device not in self._on:
-            moved = {name: getattr(self, name) for name in ("position_ids", "source_rows", "first_slots")}
+            moved = {name: getattr(self, name) for name in (*_BY_SLOT, "first_slots")}
             self._on[device] = replace(self, **{name: None if ids is None else ids.to(device) for name, ids in moved.items()})
         return self._on[device]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from .attention_outputs import Heard, attentions_of, listening
-from .calibration import Calibration, layer_states
+from .calibration import Calibration
 from .compat import cache_argument, states_of
 from .placement import device_of
 from .states import LayerStates
@@ -61,11 +61,11 @@ class Distillation:
             ids: `[B, T]` windows.
             context: how many of their tokens are translated; what the target predicts behind them counts.
         """
-        source, native, own = self._read(ids, context)
+        source, native, own, left_out = self._read(ids, context)
         with listening(self._attentions) as targets, torch.no_grad():
             logits = self._predict(ids[:, context:], own)
         with listening(self._attentions) as heard:
-            translated = self._predict(ids[:, context:], self._translated(source, native))
+            translated = self._predict(ids[:, context:], self._translated(source, native, left_out))
         loss = _divergence(logits, translated).mean()
         if self._attentions:
             loss = loss + self.attention_error * _relative_error(targets, heard)
@@ -76,9 +76,9 @@ class Distillation:
         """Measure the maps as they are on some windows `[n, T]`, whose first `context` tokens are translated."""
         kl, nll = [], []
         for ids in windows.split(_ROWS):
-            source, native, own = self._read(ids, context)
+            source, native, own, left_out = self._read(ids, context)
             logits = self._predict(ids[:, context:], own)
-            translated = self._predict(ids[:, context:], self._translated(source, native))
+            translated = self._predict(ids[:, context:], self._translated(source, native, left_out))
             kl.append(_divergence(logits, translated).mean(1))
             nll.append(_nll(translated, ids[:, context:]))
         worst, best = self._bounds(windows, context)
@@ -94,25 +94,36 @@ class Distillation:
         return self._without_context[key]
 
     @torch.no_grad()
-    def _read(self, ids: torch.Tensor, context: int) -> tuple[LayerStates, Sequence[Sequence[torch.Tensor]], DynamicCache]:
-        """What the source makes of a context, features behind; the target's own states of it, and the cache to go on from."""
-        cache, own, hidden = self.calibration.read(ids[:, :context])
-        source = layer_states(cache, self.calibration.source.geometry, self.sinks, self.device)
-        source = self.panels.behind(source, None if hidden is None else hidden[:, self.sinks :].to(self.device))
-        return source, states_of(own), own
+    def _read(
+        self, ids: torch.Tensor, context: int
+    ) -> tuple[LayerStates, Sequence[Sequence[torch.Tensor]], DynamicCache, torch.Tensor | None]:
+        """Let both models read a context.
 
-    def _translated(self, source: LayerStates, native: Sequence[Sequence[torch.Tensor]]) -> DynamicCache:
-        """The target's cache as it is served: first tokens and native layers its own, the rest translated; gradients flow to the maps."""
+        Returns:
+            what the source makes of it, features behind; the target's own states of it, and the cache to go on from; and `[B, T]` True for
+            tokens that have no source token, None where all have.
+        """
+        reading = self.calibration.read(ids[:, :context])
+        source = self.panels.behind(reading.source, reading.hidden)
+        left_out = None if reading.translated is None else ~reading.translated
+        return source, states_of(reading.target), reading.target, left_out
+
+    def _translated(self, source: LayerStates, native: Sequence[Sequence[torch.Tensor]], left_out: torch.Tensor | None) -> DynamicCache:
+        """The target's cache as it is served: first tokens, tokens left out and native layers its own; gradients flow to the maps."""
         position_ids = torch.arange(self.sinks, native[0][0].shape[2], device=self.device)[None]
         mapped = self.maps(source, position_ids, self.target.dtype)
         cache = DynamicCache()
         for layer_idx, pair in enumerate(native):
             keys, values = pair
             if layer_idx in mapped:
-                first = [own[:, :, : self.sinks] for own in pair]
-                keys, values = (torch.cat(parts, dim=2) for parts in zip(first, mapped[layer_idx], strict=True))
+                keys, values = (self._served(own, states, left_out) for own, states in zip(pair, mapped[layer_idx], strict=True))
             cache.update(keys, values, layer_idx)
         return cache
+
+    def _served(self, own: torch.Tensor, mapped: torch.Tensor, left_out: torch.Tensor | None) -> torch.Tensor:
+        if left_out is not None:
+            mapped = torch.where(left_out[:, None, :, None], own[:, :, self.sinks :], mapped)
+        return torch.cat((own[:, :, : self.sinks], mapped), dim=2)
 
     def _predict(self, ids: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         return self.target(ids.to(self.device), use_cache=True, **cache_argument(cache)).logits

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .alignment import TokenAlignment
 from .cache import TranslatedCache
 from .compat import cache_argument, prefill, states_of
 from .intervals import mean, resamples, share_recovered
 from .placement import device_of
+from .retokenizing import Retokenizer
 from .texts import read_documents, token_windows
 from .translator import CacheTranslator
 
@@ -74,6 +76,7 @@ def evaluate_translator(
     tokenizer: PreTrainedTokenizerBase,
     texts: str | Path | Iterable[Any],
     *,
+    source_tokenizer: PreTrainedTokenizerBase | None = None,
     windows: int = 256,
     context_tokens: int = 384,
     continuation_tokens: int = 128,
@@ -89,11 +92,14 @@ def evaluate_translator(
     matched by relative depth) where the shapes allow it. All arms are scored on the same tokens: the continuation but for its first.
     Documents of the "test" split are used, which no fit and no selection sees; "validation" is for choices between translators.
 
+    Where the source has another tokenizer (`source_tokenizer`), it reads the same text, windows that one of the two does not give back are
+    left out, and there is neither an arm `source` nor a gap: losses a token do not compare.
+
     Raises:
         GeometryError, IdentityError: a model or the tokenizer is not the translator's.
         CalibrationError: no test document is long enough.
     """
-    translator.check(source_model=source_model, target_model=target_model, tokenizer=tokenizer)
+    translator.check(source_model=source_model, target_model=target_model, tokenizer=tokenizer, source_tokenizer=source_tokenizer)
     ids = token_windows(
         read_documents(texts),
         tokenizer,
@@ -102,13 +108,17 @@ def evaluate_translator(
         count=windows,
         seed=seed,
     )
+    retokenizer = None
+    if translator.two_tokenizers and source_tokenizer is not None:
+        retokenizer = Retokenizer(tokenizer, source_tokenizer)
+        ids = retokenizer.readable(ids)
     translator = translator.to(device_of(source_model))
     scores: dict[str, list[torch.Tensor]] = {}
     with tqdm(total=ids.numel(), desc="evaluate", unit="tok", unit_scale=True) as progress:
         # Pieces of nearly one size: the wrong document of a window is its neighbour's, so no window may be alone.
         for batch in ids.tensor_split(max(1, min(-(-len(ids) // batch_size), len(ids) // 2))):
             reference = None
-            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last):
+            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last, retokenizer):
                 reference = logits if reference is None else reference
                 scores.setdefault(arm, []).append(_score(logits, reference, batch[:, context_tokens + 1 :]))
             progress.update(batch.numel())
@@ -129,23 +139,33 @@ def _arms(
     ids: torch.Tensor,
     context: int,
     recompute_last: int,
+    retokenizer: Retokenizer | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (arm, logits) with logits `[B, continuation - 1, vocab]` that predict all of the continuation but its first token."""
     on_target, on_source = ids.to(device_of(target_model)), ids.to(device_of(source_model))
+    read: dict[str, torch.Tensor] = {"input_ids": on_source[:, :context]}
+    alignments: tuple[TokenAlignment | None, TokenAlignment | None] = (None, None)
+    if retokenizer is not None:
+        tokens = retokenizer(ids[:, :context])
+        read = {"input_ids": tokens.ids.to(on_source.device), "attention_mask": tokens.attention_mask.to(on_source.device)}
+        alignments = tokens.alignment, tokens.alignment.rolled()
     native_cache, _ = prefill(target_model, on_target[:, :context])
     yield "native", _continue(target_model, native_cache, on_target)
     yield "none", _continue(target_model, DynamicCache(), on_target[:, context:])
-    source_cache, _ = prefill(source_model, on_source[:, :context])
+    source_cache, _ = prefill(source_model, **read)
     layers = states_of(source_cache)
 
-    def translated(pairs: list, prompt: torch.Tensor) -> TranslatedCache:
-        return TranslatedCache(pairs, translator, target_model=target_model, input_ids=prompt, recompute_last=recompute_last)
+    def translated(pairs: list, prompt: torch.Tensor, alignment: TokenAlignment | None) -> TranslatedCache:
+        given = {"target_model": target_model, "input_ids": prompt, "alignment": alignment, "recompute_last": recompute_last}
+        return TranslatedCache(pairs, translator, **given)
 
-    yield "translated", _continue(target_model, translated(layers, on_target), on_target)
+    yield "translated", _continue(target_model, translated(layers, on_target, alignments[0]), on_target)
     if len(ids) > 1:
         wrong = [(keys.roll(1, 0), values.roll(1, 0)) for keys, values in layers]
         prompt = torch.cat([on_target[:, :context].roll(1, 0), on_target[:, context:]], dim=1)
-        yield "wrong_document", _continue(target_model, translated(wrong, prompt), prompt)
+        yield "wrong_document", _continue(target_model, translated(wrong, prompt, alignments[1]), prompt)
+    if retokenizer is not None:
+        return
     copy = _raw_copy(translator, layers, target_model)
     if copy is not None:
         yield "raw_copy", _continue(target_model, copy, on_target)
@@ -192,12 +212,13 @@ def _score(logits: torch.Tensor, native: torch.Tensor, labels: torch.Tensor) -> 
 def _summarize(by_arm: dict[str, torch.Tensor]) -> tuple[Arm, ...]:
     n = len(by_arm["native"])
     draws = resamples(n)
-    native, none, source = (by_arm[arm][:, 0].double() for arm in ("native", "none", "source"))
+    losses = {arm: scores[:, 0].double() for arm, scores in by_arm.items()}
+    native, none, source = losses["native"], losses["none"], losses.get("source")
     arms = []
     for name, scores in by_arm.items():
         nll = scores[:, 0].double()
         _, kl, top1 = scores.double().unbind(1)
         context = share_recovered(none, nll, native, draws)
-        gap = share_recovered(source, nll, native, draws) if source.mean() > native.mean() else (None, None, None)
+        gap = share_recovered(source, nll, native, draws) if source is not None and source.mean() > native.mean() else (None, None, None)
         arms.append(Arm(name, n, *mean(nll, draws), *mean(kl, draws), *mean(top1, draws), *context, *gap))
     return tuple(arms)

@@ -61,7 +61,8 @@ class ModelIdentity:
         if self.tokenizer_digest is not None and tokenizer_digest(tokenizer) != self.tokenizer_digest:
             raise IdentityError(
                 f"The translator's {side} is {self.name!r} with another tokenizer (digest {tokenizer_digest(tokenizer)[:12]}, "
-                f"expected {self.tokenizer_digest[:12]}). Pass the tokenizer that the translator was fitted with."
+                f"expected {self.tokenizer_digest[:12]}). Pass the tokenizer that the translator was fitted with, and source_tokenizer= "
+                "where the source has one of its own."
             )
 
     def to_dict(self) -> dict[str, Any]:

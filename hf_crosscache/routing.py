@@ -84,7 +84,8 @@ def translate_routed(
     tokens: Sequence[Routed],
     layers: range,
     source: dict[int, tuple[torch.Tensor, torch.Tensor]],
-    position_ids: torch.Tensor,
+    source_position_ids: torch.Tensor,
+    target_position_ids: torch.Tensor,
     positions: int,
     out_keys: torch.Tensor,
     out_values: torch.Tensor,
@@ -104,10 +105,10 @@ def translate_routed(
         if not len(own):
             continue
         gathered = {layer: (own.of(keys, begin), own.of(values, begin)) for layer, (keys, values) in source.items()}
-        ids = own.of_ids(position_ids)
+        at, to = own.of_ids(source_position_ids), own.of_ids(target_position_ids)
         size = (2, len(layers), 1, out_keys.shape[2], len(own), out_keys.shape[4])
         mapped = torch.empty(size, dtype=out_keys.dtype, device=out_keys.device)
-        flags |= expert.translate(layers, gathered, ids, ids, positions, mapped[0], mapped[1], 0, among)
+        flags |= expert.translate(layers, gathered, at, to, positions, mapped[0], mapped[1], 0, among)
         own.put(mapped[0], out_keys)
         own.put(mapped[1], out_values)
     return flags

@@ -221,12 +221,13 @@ class PendingTranslation:
         mixture = self.translator.mixture
         experts = None if mixture is None else self._routed(mixture)
         source, row = self._read(read, by_values, context, begin, device)
-        position_ids, among = self._position_ids(context, device)[:, begin:], self._run_of(layers.start)
+        at, to = (ids[:, begin:] for ids in (self._source_position_ids(context, device), self._position_ids(context, device)))
+        positions = self.length if context.source_position_ids is None else max(self.length, self.source.length)
+        given = layers, source, at, to, positions, out[0], out[1], row, self._run_of(layers.start)
         if experts is None:
-            flags = self.translator.translate(layers, source, position_ids, position_ids, self.length, out[0], out[1], row, among)
+            flags = self.translator.translate(*given)
         else:
-            tokens = experts.tokens(begin, self.length, device)
-            flags = translate_routed(self.translator, tokens, layers, source, position_ids, self.length, out[0], out[1], row, among)
+            flags = translate_routed(self.translator, experts.tokens(begin, self.length, device), *given)
         return self._flag_wild(layers, out, flags)
 
     def _read(
@@ -240,7 +241,7 @@ class PendingTranslation:
             slots = slice(begin, self.length)
             source = {i: (gathered(keys, context, slots), gathered(values, context, slots)) for i, (keys, values) in source.items()}
             row = 0
-        whole = self._position_ids(context, device)
+        whole = self._source_position_ids(context, device)
         source |= self._panels.of(layers, by_values, self.source, context, whole, device, begin)
         if self._panels.features_built:
             self.source = self.source.read_by(self.translator.map_readers)
@@ -250,13 +251,17 @@ class PendingTranslation:
         """Positions of all slots, int32 `[B or 1, length]`."""
         return self.translator.position_ids(self.length, device) if context.position_ids is None else context.position_ids
 
+    def _source_position_ids(self, context: Context, device: torch.device) -> torch.Tensor:
+        """Positions that the source has the tokens of all slots at, int32 `[B or 1, length]`."""
+        return self._position_ids(context, device) if context.source_position_ids is None else context.source_position_ids
+
     def _routed(self, mixture: Mixture) -> Experts:
         """Which expert serves each slot from `start` on, found out once."""
         if self._experts is None:
             device = self.source.device
             context = self.context.on(device)
             source, row = self._read(mixture.router.layers, (), context, self.start, device)
-            position_ids = self._position_ids(context, device)[:, self.start :]
+            position_ids = self._source_position_ids(context, device)[:, self.start :]
             self._experts = Experts.of(self.translator, mixture, source, position_ids, row, self.start)
         return self._experts
 

@@ -32,14 +32,11 @@ class CacheTranslator:
     keys, values: one `LayerMap` a target layer, None for the first `native_layers`, which the target runs itself.
     key_norm: `[layers, D]` inverse weights of the target's norm of keys, to which mapped keys are brought back; None where it has none.
     mixture: further sets of maps and the router that chooses among them for each token, keys and values being the first; None for one set.
-    features: what every map reads of the target's native layers, beside source heads; None without native layers.
-    source_features, nonlinear_features: what else every map reads; None where there are none.
-    other_role: whether some keys are mapped from values, and values from keys.
-    sink_tokens: leading positions that the maps were not fitted on and must not serve.
+    features, source_features, nonlinear_features: what every map reads beside source heads; None where there are none.
+    other_role: whether some keys are mapped from values, and values from keys. sink_tokens: leading positions that maps must not serve.
     opening: the target's states of the tokens that every calibration text began with, None where they began differently.
     r2: role ("keys", "values") -> held-out share of variance explained, `[layers, heads]` of the target; 1 for native layers.
-    reach: role -> largest root mean square of a dimension of the target's states in the fit, `[layers]`; empty where it is not known,
-        0 for native layers.
+    reach: role -> largest root mean square of a dimension of the target's states in the fit, `[layers]`, 0 for native ones; or empty.
     summary: how the translator was fitted, and its held-out metrics once evaluated; JSON-ready.
     """
 
@@ -67,6 +64,11 @@ class CacheTranslator:
             return (self,)
         sides = [(self.keys, self.values), *zip(self.mixture.keys, self.mixture.values, strict=True)]
         return tuple(replace(self, keys=keys, values=values, mixture=None) for keys, values in sides)
+
+    @property
+    def two_tokenizers(self) -> bool:
+        """True where the two models have different tokenizers."""
+        return self.source.tokenizer_digest != self.target.tokenizer_digest
 
     @property
     def native_layers(self) -> int:
@@ -275,18 +277,20 @@ class CacheTranslator:
         source_model: PreTrainedModel | None = None,
         target_model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        source_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> CacheTranslator:
-        """Refuse models and tokenizers that the translator was not fitted on.
+        """Refuse models and tokenizers that the translator was not fitted on; a source without a tokenizer of its own shares the target's.
 
         Raises:
             GeometryError: a model has another cache; it says in what.
             IdentityError: a model has other weights, or the tokenizer gives other ids.
         """
-        for identity, model, side in ((self.source, source_model, "source"), (self.target, target_model, "target")):
+        sides = (self.source, source_model, source_tokenizer or tokenizer), (self.target, target_model, tokenizer)
+        for side, (identity, model, own) in zip(("source", "target"), sides, strict=True):
             if model is not None:
                 identity.check_model(model, side)
-            if tokenizer is not None:
-                identity.check_tokenizer(tokenizer, side)
+            if own is not None:
+                identity.check_tokenizer(own, side)
         return self
 
     @property
@@ -311,11 +315,7 @@ class CacheTranslator:
         return replace(self, summary={**self.summary, **entries})
 
     def save_pretrained(self, folder: str | Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
-        """Write `translator_config.json` and `translator.safetensors`.
-
-        Args:
-            dtype: of the map weights, torch.bfloat16 or torch.float32; means are float32 always.
-        """
+        """Write `translator_config.json` and `translator.safetensors`, map weights in torch.bfloat16 or torch.float32, means in float32."""
         from .artefact import save
 
         return save(self, Path(folder), dtype)

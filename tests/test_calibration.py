@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from hf_crosscache import CacheGeometry, Calibration, fit_translator
 from hf_crosscache.calibration import layer_states
 from hf_crosscache.compat import prefill
-from hf_crosscache.errors import CalibrationError, IdentityError
+from hf_crosscache.errors import CalibrationError
 
 
 def test_states_are_those_of_both_models_on_the_same_tokens(calibration, small, large):
@@ -57,12 +57,6 @@ def test_a_shared_opening_is_stored_and_an_open_one_is_not(translator, texts):
 def test_a_datasets_like_table_of_rows_is_read(small, tokenizer):
     rows = [{"text": f"{i}. " + "the cat sat on the mat and looked at the dog. " * 40} for i in range(60)]
     assert Calibration(small, small, tokenizer, rows, tokens=4000, window=64).tokens >= 3000
-
-
-def test_models_with_different_tokenizers_are_refused(small, tokenizer, texts):
-    other = AutoTokenizer.from_pretrained(MODELS / "gemma3")
-    with pytest.raises(IdentityError, match="different tokenizers"):
-        Calibration(pocket_model("gemma3"), small, tokenizer, texts, source_tokenizer=other)
 
 
 def test_too_little_text_is_refused(small, tokenizer):
