@@ -11,6 +11,7 @@ from .geometry import CacheGeometry
 from .handoff import HandoffSession
 from .moments import WeightedMoments
 from .refinement import Refinement, refine_translator
+from .retokenizing import Retokenizer
 from .texts import Document
 from .translator import CacheTranslator
 from .tuning import tune_translator
@@ -24,6 +25,7 @@ __all__ = [
     "Evaluation",
     "HandoffSession",
     "Refinement",
+    "Retokenizer",
     "TranslatedCache",
     "TranslatorFitter",
     "WeightedMoments",

@@ -23,6 +23,7 @@ from .fitting import fit_translator
 from .geometry import CacheGeometry
 from .html_report import html_report, verdict
 from .refinement import Refinement, refine_translator
+from .retokenizing import Retokenizer
 from .survey import survey_translator
 from .task_evaluation import evaluate_tasks
 from .translator import CacheTranslator
@@ -196,9 +197,13 @@ def _generate(args: argparse.Namespace) -> None:
     translator, source, target, tokenizer = _load(args)
     prompt = args.prompt if args.prompt_file is None else args.prompt_file.read_text(encoding="utf-8")
     inputs = tokenizer(prompt, return_tensors="pt").to(target.device)
-    source_cache, _ = prefill(source, inputs.input_ids.to(source.device))
-    left = min(args.recompute_last, inputs.input_ids.shape[1] - 1)
-    cache = TranslatedCache(source_cache, translator, target_model=target, input_ids=inputs.input_ids, recompute_last=left)
+    own, source_ids, alignment = _source_tokenizer(args, translator), inputs.input_ids, None
+    if own is not None:
+        tokens = Retokenizer(tokenizer, own)(inputs.input_ids)
+        source_ids, alignment = tokens.ids, tokens.alignment
+    source_cache, _ = prefill(source, source_ids.to(source.device))
+    given = {"target_model": target, "input_ids": inputs.input_ids, "alignment": alignment}
+    cache = TranslatedCache(source_cache, translator, **given, recompute_last=min(args.recompute_last, inputs.input_ids.shape[1] - 1))
     output = target.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=args.sample, **cache_argument(cache))
     print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 

@@ -143,7 +143,7 @@ def _arms(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (arm, logits) with logits `[B, continuation - 1, vocab]` that predict all of the continuation but its first token."""
     on_target, on_source = ids.to(device_of(target_model)), ids.to(device_of(source_model))
-    read: dict[str, torch.Tensor] = {"input_ids": on_source[:, :context]}
+    read: dict[str, Any] = {"input_ids": on_source[:, :context]}
     alignments: tuple[TokenAlignment | None, TokenAlignment | None] = (None, None)
     if retokenizer is not None:
         tokens = retokenizer(ids[:, :context])

@@ -50,6 +50,18 @@ class Retokenizer:
             padded[row, width - len(spans) :], mask[row, width - len(spans) :] = spans.ids, 1
         return SourceTokens(padded, mask, align_batch(sources, targets))
 
+    def align(self, source_ids: torch.Tensor, ids: torch.Tensor, source_attention_mask: torch.Tensor | None = None) -> TokenAlignment:
+        """Align target tokens `[B, T]` with what the source has read already, `[B, S]`, padded on the left where a mask says so.
+
+        Raises:
+            AlignmentError: the two texts differ; it names the row and the first difference.
+        """
+        mask = torch.ones_like(source_ids) if source_attention_mask is None else source_attention_mask
+        rows = [row[of_row.bool()].cpu() for row, of_row in zip(source_ids, mask, strict=True)]
+        sources = [TokenSpans.of_ids(self.source_tokenizer, row, side="source") for row in rows]
+        targets = [TokenSpans.of_ids(self.tokenizer, row, side="target") for row in ids.cpu()]
+        return align_batch(sources, targets, source_length=source_ids.shape[1])
+
     def readable(self, windows: torch.Tensor) -> torch.Tensor:
         """Keep the windows `[n, T]` whose text both tokenizers give back."""
         kept = []

@@ -10,8 +10,9 @@ from transformers import AutoTokenizer, DynamicCache
 
 from hf_crosscache import CacheTranslator, Calibration, TranslatedCache, evaluate_translator, fit_translator
 from hf_crosscache.alignment import OverlapWeights, TokenAlignment
+from hf_crosscache.cli import main
 from hf_crosscache.compat import cache_argument, prefill, states_of
-from hf_crosscache.errors import HandOffError, IdentityError
+from hf_crosscache.errors import AlignmentError, HandOffError, IdentityError
 from hf_crosscache.refinement import Refinement, refine_translator
 from hf_crosscache.retokenizing import Retokenizer
 
@@ -119,6 +120,31 @@ def test_generate_goes_on_from_another_tokenizers_reading(across):
     assert hand_off.get_seq_length() == prompt.input_ids.shape[1] - 1
     written = target.generate(**prompt, max_new_tokens=4, do_sample=False, **cache_argument(hand_off))
     assert written.shape[1] == prompt.input_ids.shape[1] + 4
+
+
+def test_what_the_source_has_read_is_aligned_as_it_was_read(across):
+    _, _, source_tokenizer = across
+    retokenizer = Retokenizer(pocket("llama"), source_tokenizer)
+    ids = pocket("llama")(TEXT, return_tensors="pt")["input_ids"]
+    tokens = retokenizer(ids)
+    assert torch.equal(retokenizer.align(tokens.ids, ids).source_index, tokens.alignment.source_index)
+    padded, mask = (torch.nn.functional.pad(given, (3, 0)) for given in (tokens.ids, tokens.attention_mask))
+    behind = retokenizer.align(padded, ids, mask)
+    assert torch.equal(behind.source_index[behind.source_index >= 0], tokens.alignment.source_index[behind.source_index >= 0] + 3)
+    assert torch.equal(behind.source_position_ids, tokens.alignment.source_position_ids)
+    with pytest.raises(AlignmentError, match="Row 0"):
+        retokenizer.align(retokenizer(pocket("llama")("Another text.", return_tensors="pt")["input_ids"]).ids, ids)
+
+
+def test_the_command_line_hands_over_between_tokenizers(across, tmp_path, capsys):
+    _, translator, _ = across
+    translator.save_pretrained(tmp_path)
+    pair = ["--source", str(MODELS / "gemma3"), "--target", str(MODELS / "llama")]
+    assert main(["generate", str(tmp_path), *pair, "--prompt", TEXT, "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out
+    evaluation = ["--windows", "4", "--context-tokens", "64", "--continuation-tokens", "32", "--json", str(tmp_path / "e.json")]
+    assert main(["eval", str(tmp_path), *pair, "--texts", str(TEXTS), *evaluation]) == 0
+    assert "translated" in capsys.readouterr().out
 
 
 def test_what_does_not_line_up_is_refused(across):
