@@ -26,7 +26,7 @@ from .placement import device_of
 from .retokenizing import Retokenizer
 from .rope import to_half_split
 from .states import LayerStates, PairedStates
-from .texts import enough, read_documents, token_windows
+from .texts import enough, opening_ids, read_documents, token_windows
 
 
 class Calibration:
@@ -91,7 +91,7 @@ class Calibration:
                 f"native_layers = {native_layers}: 0 to {len(self.target.geometry) - 1} of the target's layers expected."
             )
         self.batch_size, self.sink_tokens, self.window, self.native_layers = batch_size, sink_tokens, window, native_layers
-        self.documents = len(documents)
+        self.documents, self.opening_ids = len(documents), opening_ids(tokenizer)
 
     @property
     def tokens(self) -> int:

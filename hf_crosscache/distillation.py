@@ -85,10 +85,12 @@ class Distillation:
         return HeldOut(torch.cat(kl).mean().item(), (worst - torch.cat(nll).mean().item()) / (worst - best))
 
     def _bounds(self, windows: torch.Tensor, context: int) -> tuple[float, float]:
-        """NLL without the context, and with the target's own reading of it."""
+        """NLL without the context, behind a BOS where there is one, and with the target's own reading of it."""
         key = (windows.data_ptr(), context)
         if key not in self._without_context:
-            worst = [_nll(self._predict(ids[:, context:], DynamicCache()), ids[:, context:]) for ids in windows.split(_ROWS)]
+            opening = torch.tensor(self.calibration.opening_ids, dtype=torch.long)
+            alone = [torch.cat([opening.expand(len(ids), -1), ids[:, context:]], dim=1) for ids in windows.split(_ROWS)]
+            worst = [_nll(self._predict(ids, DynamicCache())[:, len(opening) :], ids[:, len(opening) :]) for ids in alone]
             best = [_nll(self._predict(ids[:, context:], self._read(ids, context)[2]), ids[:, context:]) for ids in windows.split(_ROWS)]
             self._without_context[key] = torch.cat(worst).mean().item(), torch.cat(best).mean().item()
         return self._without_context[key]

@@ -18,7 +18,7 @@ from .compat import cache_argument, prefill, states_of
 from .intervals import mean, resamples, share_recovered
 from .placement import device_of
 from .retokenizing import Retokenizer
-from .texts import read_documents, token_windows
+from .texts import opening_ids, read_documents, token_windows
 from .translator import CacheTranslator
 
 
@@ -87,7 +87,7 @@ def evaluate_translator(
 ) -> Evaluation:
     """Measure what the target predicts of a continuation, given its context in different ways.
 
-    Arms: `native` (the target reads the context), `none` (it sees the continuation alone), `source` (the source model answers itself),
+    Arms: `native` (the target reads the context), `none` (it sees the continuation alone, behind its BOS where it has one), `source` (the source model answers itself),
     `translated`, `wrong_document` (translated from another document, the control), and `raw_copy` (the source's cache as it is, layers
     matched by relative depth) where the shapes allow it. All arms are scored on the same tokens: the continuation but for its first.
     Documents of the "test" split are used, which no fit and no selection sees; "validation" is for choices between translators.
@@ -113,12 +113,13 @@ def evaluate_translator(
         retokenizer = Retokenizer(tokenizer, source_tokenizer)
         ids = retokenizer.readable(ids)
     translator = translator.to(device_of(source_model))
+    opening = torch.tensor(opening_ids(tokenizer), dtype=torch.long)
     scores: dict[str, list[torch.Tensor]] = {}
     with tqdm(total=ids.numel(), desc="evaluate", unit="tok", unit_scale=True) as progress:
         # Pieces of nearly one size: the wrong document of a window is its neighbour's, so no window may be alone.
         for batch in ids.tensor_split(max(1, min(-(-len(ids) // batch_size), len(ids) // 2))):
             reference = None
-            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, recompute_last, retokenizer):
+            for arm, logits in _arms(translator, source_model, target_model, batch, context_tokens, opening, recompute_last, retokenizer):
                 reference = logits if reference is None else reference
                 scores.setdefault(arm, []).append(_score(logits, reference, batch[:, context_tokens + 1 :]))
             progress.update(batch.numel())
@@ -138,6 +139,7 @@ def _arms(
     target_model: PreTrainedModel,
     ids: torch.Tensor,
     context: int,
+    opening: torch.Tensor,
     recompute_last: int,
     retokenizer: Retokenizer | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -151,7 +153,8 @@ def _arms(
         alignments = tokens.alignment, tokens.alignment.rolled()
     native_cache, _ = prefill(target_model, on_target[:, :context])
     yield "native", _continue(target_model, native_cache, on_target)
-    yield "none", _continue(target_model, DynamicCache(), on_target[:, context:])
+    alone = torch.cat([opening.to(on_target.device).expand(len(ids), -1), on_target[:, context:]], dim=1)
+    yield "none", _continue(target_model, DynamicCache(), alone)
     source_cache, _ = prefill(source_model, **read)
     layers = states_of(source_cache)
 

@@ -12,6 +12,7 @@ from hf_crosscache import CacheTranslator, Calibration, TranslatedCache, evaluat
 from hf_crosscache.alignment import OverlapWeights, TokenAlignment
 from hf_crosscache.cli import main
 from hf_crosscache.compat import cache_argument, prefill, states_of
+from hf_crosscache.distillation import Distillation
 from hf_crosscache.errors import AlignmentError, HandOffError, IdentityError
 from hf_crosscache.refinement import Refinement, refine_translator
 from hf_crosscache.retokenizing import Retokenizer
@@ -108,6 +109,20 @@ def test_a_context_crosses_tokenizers_and_families(across, tmp_path):
     settings = Refinement(steps=6, batch_size=4, learning_rates=(1e-3,), continuation=48, least_context=64)
     refined = refine_translator(found, calibration, settings).summary["refined"]["held_out"]
     assert refined["after"]["kl"] < refined["before"]["kl"]
+
+
+def test_nothing_but_the_context_is_missed_where_it_is_left_out():
+    """A Gemma without its BOS predicts badly: that is not the context's doing, so the floor has one, and the control stays near it."""
+    names = ("llama", "gemma3")
+    tokenizers = [AutoTokenizer.from_pretrained(MODELS / name) for name in names]
+    models = [pocket_model(name) for name in names]
+    calibration = Calibration(*models, tokenizers[1], TEXTS, source_tokenizer=tokenizers[0], tokens=40_000, window=192)
+    translator = fit_translator(calibration, k=4)
+    given = {"source_tokenizer": tokenizers[0], "windows": 24, "context_tokens": 128, "continuation_tokens": 64}
+    evaluation = evaluate_translator(translator, *models, tokenizers[1], TEXTS, **given)
+    assert evaluation["translated"].context_recovered > 0.2 and abs(evaluation["wrong_document"].context_recovered) < 0.15
+    here = Distillation(translator, calibration).check(calibration.windows["validation"][:8], 128)
+    assert here.context_recovered < 0.6
 
 
 def test_generate_goes_on_from_another_tokenizers_reading(across):
