@@ -87,9 +87,10 @@ def evaluate_translator(
 ) -> Evaluation:
     """Measure what the target predicts of a continuation, given its context in different ways.
 
-    Arms: `native` (the target reads the context), `none` (it sees the continuation alone, behind its BOS where it has one), `source` (the source model answers itself),
-    `translated`, `wrong_document` (translated from another document, the control), and `raw_copy` (the source's cache as it is, layers
-    matched by relative depth) where the shapes allow it. All arms are scored on the same tokens: the continuation but for its first.
+    Arms: `native` (the target reads the context), `none` (it sees the continuation alone, behind its BOS where it has one), `source` (the
+    source model answers itself), `translated`, `wrong_document` (translated from another document, the control), and `raw_copy` (the
+    source's cache as it is, layers matched by relative depth) where the shapes allow it. All arms are scored on the same tokens: the
+    continuation but for its first.
     Documents of the "test" split are used, which no fit and no selection sees; "validation" is for choices between translators.
 
     Where the source has another tokenizer (`source_tokenizer`), it reads the same text, windows that one of the two does not give back are
